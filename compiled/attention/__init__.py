@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: one contract in `base`, one module per backend."""

@@ -1,0 +1,48 @@
+"""Attention in plain PyTorch over gathered pages: the truth on every device, written to be read.
+
+Owns nothing but the formula. Refuses to be fast: every row is gathered and computed alone, in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled.attention.base import Attention, Plan
+
+
+class ReferenceAttention(Attention):
+    """softmax(scale * Q K^T + causal mask) V, row by row."""
+
+    name = "reference"
+
+    def _run(self, plan: Plan, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, out_THD: Tensor) -> None:
+        keys, values = self.layers[layer]
+        for row in range(plan.rows):
+            tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
+            pages, slots = self._slots(plan, row)
+            written = slice(len(slots) - (tokens.stop - tokens.start), None)
+            keys[pages[written], slots[written]] = k_TKD[tokens]
+            values[pages[written], slots[written]] = v_TKD[tokens]
+        # A second loop: a row may share pages that another row of the same step has just written.
+        for row in range(plan.rows):
+            tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
+            pages, slots = self._slots(plan, row)
+            out_THD[tokens] = self._attend(q_THD[tokens], keys[pages, slots], values[pages, slots])
+        out_THD[plan.tokens :] = 0
+
+    def _slots(self, plan: Plan, row: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each of the row's positions, on the cache's device."""
+        positions = torch.arange(int(plan.kv_lens[row]))
+        pages = plan.kv_indices[int(plan.kv_indptr[row]) :][positions // self.page_size]
+        return pages.to(self.device, torch.int64), (positions % self.page_size).to(self.device)
+
+    def _attend(self, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        """One row: its T query tokens are the last T of its N positions."""
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        q_HTD = q_THD.float().transpose(0, 1)
+        k_HND = k_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+        v_HND = v_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+        scores_HTN = q_HTD @ k_HND.transpose(1, 2) * self.spec.scale
+        tokens, positions = scores_HTN.shape[1:]
+        future = torch.ones(tokens, positions, dtype=torch.bool, device=self.device).triu(positions - tokens + 1)
+        weights_HTN = scores_HTN.masked_fill(future, float("-inf")).softmax(dim=-1)
+        return (weights_HTN @ v_HND).transpose(0, 1).to(self.dtype)

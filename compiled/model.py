@@ -1,0 +1,261 @@
+"""transformers' own modelling code, with its attention replaced by ours.
+
+The decoder runs on flattened tokens ``[1, T]`` with explicit positions, without a cache and without a
+mask: who attends to what is the business of the paged attention backend. Everything a model asks of
+its attention is learnt by running it once (`probe`), never from a list of names; what the backend
+does not have is refused at load.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import logging as transformers_logging
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from compiled.attention.base import AttentionSpec
+from compiled.step import LoadError, ModelSpec
+from compiled.weights import read_json, vocabulary_size
+
+ATTENTION = "streamengine_paged"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal", "sliding_window"}
+"""Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass
+(``is_causal`` and ``sliding_window`` are checked by value). Any other that is not None is refused by name."""
+
+
+class PagedAttention(Protocol):
+    """What stands in for the attention of every layer in an uncompiled run; called in layer order."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """``q_THD, k_TKD, v_TKD`` → ``out_THD``."""
+        ...
+
+
+@torch.library.custom_op("streamengine::attention", mutates_args=())
+def attention_op(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """Where a traced graph is cut. It carries no layer: the order of the cuts is the order of the layers."""
+    raise RuntimeError("streamengine::attention marks a cut in a traced graph and is never executed")
+
+
+@attention_op.register_fake
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TKD.shape[2])
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    paged: PagedAttention | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, D]``."""
+    q_THD, k_TKD, v_TKD = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    if paged is None:
+        out_THD = attention_op(q_THD, k_TKD, v_TKD)
+    else:
+        scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
+        if isinstance(paged, _Probe):
+            paged.refuse(module, attention_mask, kwargs)
+        out_THD = paged(q_THD, k_TKD, v_TKD, scale)
+    return out_THD.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights in memory and what they need: ``layers[i]`` describes the attention of layer i."""
+
+    module: PreTrainedModel
+    spec: ModelSpec
+    layers: tuple[AttentionSpec, ...]
+
+    def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None) -> Tensor:
+        """Logits ``[R, V]`` of the tokens at indices ``rows_R``; ``paged`` is None while tracing."""
+        return forward(self.module, ids_T, positions_T, rows_R, paged)
+
+
+def forward(
+    module: nn.Module, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None
+) -> Tensor:
+    """See `LoadedModel.forward`."""
+    extra = {} if paged is None else {"paged": paged}
+    output = module(
+        input_ids=ids_T.unsqueeze(0),
+        position_ids=positions_T.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=rows_R,
+        **extra,
+    )
+    return output.logits.squeeze(0)
+
+
+def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
+    """Read the weights of ``folder`` and learn what the model asks of its attention.
+
+    Raises:
+        LoadError: a kind that is not supported, by name; or a checkpoint that cannot be read.
+    """
+    config = _config(folder)
+    limit = _context_limit(config, max_model_len)
+    module = _weights(folder, dtype)
+    layers = probe(module, limit)
+    spec = ModelSpec(
+        name=name,
+        folder=str(folder),
+        architecture=type(module).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=min(vocabulary_size(folder) or config.vocab_size, config.vocab_size),
+        max_model_len=limit,
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+    return LoadedModel(module, spec, layers)
+
+
+def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, ...]:
+    """Run two tokens through the model and note each attention call, in order.
+
+    Raises:
+        LoadError: naming what the calls ask for and the paged backends do not have.
+    """
+    seen = _Probe(max_model_len)
+    tokens = torch.zeros(2, dtype=torch.long)
+    with torch.no_grad():
+        forward(module, tokens, torch.arange(2), torch.arange(2), seen)
+    layers = getattr(module.config, "num_hidden_layers", None)
+    if len(seen.layers) != layers:
+        raise LoadError(
+            f"{type(module).__name__} made {len(seen.layers)} attention calls for {layers} layers: "
+            "only models in which every layer is one softmax attention are supported"
+        )
+    if len(set(seen.layers)) > 1:
+        raise LoadError(f"{type(module).__name__} mixes attention shapes in its layers, which is not supported yet")
+    return tuple(seen.layers)
+
+
+def work_of(module: PreTrainedModel) -> dict[str, float]:
+    """What the weights cost: ``weights_bytes`` in memory, ``read_bytes`` that a decoding step must read, and
+    ``flop_per_token`` of a prompt, whose tokens pass every matrix but the embedding and the LM head."""
+    embedding = module.get_input_embeddings().weight
+    head = module.get_output_embeddings().weight
+    weights = list(module.parameters())
+    total = sum(weight.nbytes for weight in weights)
+    looked_up = 0 if embedding is head else embedding.nbytes
+    matrices = (weight for weight in weights if weight.ndim == 2 and weight is not embedding and weight is not head)
+    return {
+        "weights_bytes": total,
+        "read_bytes": total - looked_up,
+        "flop_per_token": 2 * sum(weight.numel() for weight in matrices),
+    }
+
+
+class _Probe:
+    """A `PagedAttention` that looks and computes nothing."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.layers: list[AttentionSpec] = []
+        self._max_model_len = max_model_len
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        heads, size = query.shape[1:]
+        if value.shape[-1] != size:
+            raise LoadError(f"head size {size} of keys and {value.shape[-1]} of values differ: not supported yet")
+        if size % 8:
+            raise LoadError(f"head size {size} is not a multiple of 8")
+        self.layers.append(AttentionSpec(num_heads=heads, num_kv_heads=key.shape[1], head_dim=size, scale=scale))
+        return torch.zeros_like(query)
+
+    def refuse(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+        """Raise LoadError for an argument that would change the result and that no backend implements."""
+        name = type(module).__name__
+        if mask is not None:
+            raise LoadError(f"{name} builds an attention mask of its own, which paged attention does not take")
+        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise LoadError(f"{name} is not causal: only decoders are supported")
+        window = kwargs.get("sliding_window")
+        if window is not None and window < self._max_model_len:
+            raise LoadError(
+                f"{name} uses a sliding window of {window} tokens, which is not supported yet "
+                f"(max_model_len is {self._max_model_len}; up to {window} it would be exact)"
+            )
+        for key, value in kwargs.items():
+            if key not in HARMLESS and value is not None and value is not False:
+                raise LoadError(f"{name} asks its attention for {key!r}, which is not supported yet")
+
+
+def _config(folder: Path) -> Any:
+    raw = read_json(folder / "config.json")
+    kind = raw.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = " (its code lies in the model's folder, which is never run)" if "auto_map" in raw else ""
+        raise LoadError(f"model type {kind!r} is no decoder that transformers can build{hint}")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a broken config makes transformers raise whatever it trips over
+        raise LoadError(f"{folder}/config.json is not valid: {type(error).__name__}: {_first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise LoadError(f"model type {kind!r} is an encoder-decoder, which is not supported")
+    if getattr(config, "quantization_config", None):
+        raise LoadError("quantized checkpoints are not supported yet; use the unquantized one")
+    return config
+
+
+def _weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # as above: truncated files, wrong shapes, unsupported attention
+        raise LoadError(f"{folder} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(problem):
+            raise LoadError(f"{folder} is broken: {problem.replace('_', ' ')}: {_shorten(report[problem])}")
+    # Dynamo takes a parameter that wants gradients for training and would build a backward graph.
+    return module.eval().requires_grad_(False)
+
+
+def _context_limit(config: Any, asked: int | None) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if asked is None:
+        if limit is None:
+            raise LoadError("the model names no context length; give max_model_len")
+        return int(limit)
+    if limit is not None and asked > limit:
+        raise LoadError(f"max_model_len {asked} is above the model's own limit of {limit} tokens")
+    return asked
+
+
+def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    """The generation config's ids, else the model config's."""
+    ids = read_json(folder / "generation_config.json").get("eos_token_id", config.eos_token_id)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, Sequence) else (int(ids),)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _shorten(items: Any) -> str:
+    shown = [str(item) for item in items]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

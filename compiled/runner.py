@@ -1,0 +1,245 @@
+"""Executes steps on this machine's CPU: batch → compiled pieces with paged attention between them → sampler.
+
+Built once by `build_runner`, in this order: weights, attention's demands, trace + split + compile, peak
+memory of a full step, KV pages, warm-up. All calls must come from one thread, because torch's inference
+state belongs to a thread.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compiled import batch as batches
+from compiled import pieces
+from compiled.attention.base import Attention, AttentionSpec
+from compiled.attention.cpu import CpuAttention, KernelUnavailable, load_kernel
+from compiled.attention.reference import ReferenceAttention
+from compiled.kv_store import KVShape, KVStore, size_pool
+from compiled.memory import peak_of
+from compiled.model import DTYPES, LoadedModel, load, work_of
+from compiled.sampler import sample
+from compiled.step import PADDING_PAGE, KVSpec, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.weights import Report, cache_folder, resolve
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """What a runner is built from. See `streamengine.EngineConfig`, whose fields of the same names these are."""
+
+    model: str
+    dtype: str = "auto"
+    eager: bool = False
+    attention: str = "auto"
+    threads: int = 1
+    page_size: int = 16
+    kv_pages: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    offline: bool = False
+
+
+class Forward(Protocol):
+    """A whole forward pass, compiled or not."""
+
+    def __call__(
+        self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: pieces.LayerAttention
+    ) -> Tensor: ...
+
+
+class FinishedStep:
+    """The handle of a step that is done when it is submitted."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class CpuRunner:
+    """See `compiled.step.Runner`. ``depth`` is 1: a step is finished when `submit` returns."""
+
+    depth = 1
+
+    def __init__(self, model: LoadedModel, run: Forward, attention: Callable[[KVStore], Attention]) -> None:
+        self.model: ModelSpec = model.spec
+        self._run = run
+        self._make_attention = attention
+        self._facts: dict[str, float] = {}
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+
+    def allocate(self, store: KVStore) -> None:
+        """Use ``store`` from now on."""
+        self.kv: KVSpec = store.spec
+        self._store = store
+        self._attention = self._make_attention(store)
+
+    def note(self, **facts: float) -> None:
+        """Add to what `statistics` tells."""
+        self._facts.update(facts)
+
+    def submit(self, step: Step) -> FinishedStep:
+        started = time.perf_counter()
+        assert not any(row.pending for row in step.rows), "a runner of depth 1 has no step in flight"
+        with torch.inference_mode():
+            tokens = self._execute(step)
+        seconds = time.perf_counter() - started
+        self._steps += 1
+        self._tokens += sum(len(row.tokens) for row in step.rows)
+        self._seconds += seconds
+        return FinishedStep(StepResult(number=step.number, tokens=tokens, seconds=seconds))
+
+    def _execute(self, step: Step) -> tuple[tuple[int, ...], ...]:
+        batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
+        self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
+        tokens: list[tuple[int, ...]] = [()] * len(step.rows)
+        if batch.sampled:
+            logits_RV = logits_RV[: len(batch.sampled), : self.model.vocab_size]
+            drawn = sample(logits_RV, batch.samplings, batch.draw_at).tolist()
+            for row, token in zip(batch.sampled, drawn, strict=True):
+                tokens[row] = (token,)
+        return tuple(tokens)
+
+    def logits(self, step: Step) -> Tensor:
+        """Logits ``[R, V]`` of the rows that sample, without sampling: for tests and self-checks."""
+        with torch.inference_mode():
+            batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
+            self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+            logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
+            return logits_RV[: len(batch.sampled), : self.model.vocab_size].clone()
+
+    def warmup(self) -> None:
+        """A decoding step, a chunk and every kind of sampling, on the padding page's memory only."""
+        drawing = Sampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1)
+        for lengths in ((1,), (1, 1, 1), (self.kv.page_size, 1)):
+            rows = (Row(i, (0,) * length, 0, (0,), Sampling() if i else drawing) for i, length in enumerate(lengths))
+            self.submit(Step(0, tuple(rows)))
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+
+    def statistics(self) -> dict[str, float]:
+        return self._facts | {
+            "steps": self._steps,
+            "step_tokens": self._tokens,
+            "step_seconds": self._seconds,
+            "kv_bytes": self.kv.pages * self.kv.page_bytes,
+        }
+
+
+class _Layers:
+    """One planned attention as the forward pass sees it; uncompiled layers come in order, without a number."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self._next = 0
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        self._attention.run(q_THD, k_TKD, v_TKD, layer, out_THD)
+        return out_THD
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self._next += 1
+        return self.attend(query, key, value, self._next - 1)
+
+
+def build_runner(options: RunnerOptions, report: Report) -> CpuRunner:
+    """A runner that is ready but for its warm-up.
+
+    Raises:
+        LoadError: one line that says why this model cannot be served here.
+    """
+    torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    folder = resolve(options.model, offline=options.offline, report=report)
+    report("load", 0, 0)
+    model = load(folder, options.model, pick_dtype(options.dtype), options.max_model_len)
+    loaded = time.perf_counter()
+    log.info("%s in %s loaded in %.1f s", model.spec.architecture, model.spec.dtype, loaded - started)
+    runner = CpuRunner(model, _forward(model, options.eager, report), _attention(model.layers, options))
+    runner.note(load_seconds=loaded - started, compile_seconds=time.perf_counter() - loaded)
+    _allocate(runner, model, options)
+    return runner
+
+
+def pick_dtype(asked: str) -> torch.dtype:
+    """``auto`` is bfloat16 where the CPU multiplies it natively; elsewhere it would be emulated."""
+    if asked == "auto":
+        able = torch.cpu.get_capabilities()
+        asked = "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else "float32"
+    return DTYPES[asked]
+
+
+def pick_attention(asked: str, kernels: Path) -> tuple[str, str]:
+    """The backend that would be used, and the reason where it is not the one hoped for."""
+    if asked == "reference":
+        return "reference", ""
+    try:
+        load_kernel(kernels)
+    except KernelUnavailable as error:
+        return "reference", str(error)
+    return "cpu", ""
+
+
+def _forward(model: LoadedModel, eager: bool, report: Report) -> Forward:
+    if eager:
+        return lambda ids, positions, rows, attention: model.forward(ids, positions, rows, attention)
+    program, _, times = pieces.build(model.module, report)
+    log.info(
+        "%d pieces, %d unique; trace %.1f s, split %.1f s, compile %.1f s",
+        times.pieces, times.unique, times.trace, times.split, times.compile,
+    )  # fmt: skip
+    return program
+
+
+def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], Attention]:
+    asked = "reference" if options.eager and options.attention == "auto" else options.attention
+    kernels = cache_folder() / "kernels"
+    backend, reason = pick_attention(asked, kernels)
+    if reason:
+        log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
+    spec = layers[0]
+    if backend == "reference":
+        return lambda store: ReferenceAttention(spec, store.layers)
+    return lambda store: CpuAttention(spec, store.layers, load_kernel(kernels), threads=options.threads)
+
+
+def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> None:
+    """Measure the peak of a full step on a small pool, then make the real one."""
+    spec = model.layers[0]
+    shape = KVShape(len(model.layers), options.page_size, spec.num_kv_heads, spec.head_dim, model.module.dtype)
+    runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
+    step = _full_step(options)
+    step_bytes = peak_of(lambda: runner.submit(step))
+    pages = size_pool(
+        shape,
+        asked=options.kv_pages,
+        wanted_tokens=options.max_num_seqs * model.spec.max_model_len,
+        max_model_len=model.spec.max_model_len,
+        reserved=step_bytes,
+    )
+    runner.allocate(KVStore(shape, pages))
+    runner.note(threads=options.threads, step_bytes=step_bytes, **work_of(model.module))
+
+
+def _full_step(options: RunnerOptions) -> Step:
+    """The whole budget, split over as many sampling rows as may run."""
+    share, rest = divmod(options.max_num_batched_tokens, options.max_num_seqs)
+    rows, page = [], PADDING_PAGE + 1
+    for i in range(options.max_num_seqs):
+        tokens = share + (i < rest)
+        pages = -(-tokens // options.page_size)
+        rows.append(Row(i, (0,) * tokens, 0, tuple(range(page, page + pages)), Sampling()))
+        page += pages
+    return Step(0, tuple(rows))

@@ -1,0 +1,47 @@
+"""streamengine: an async streaming engine for language models. Importing it imports no torch."""
+
+from streamengine.compose import open_engine
+from streamengine.config import EngineConfig
+from streamengine.engine import Engine, Generate, Result, Stream
+from streamengine.errors import (
+    ContextLengthExceeded,
+    EngineFailure,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QueueTimeout,
+    RequestError,
+    ShuttingDown,
+    StartupError,
+    StreamEngineError,
+    Unavailable,
+    UnsupportedFeature,
+)
+from streamengine.log import Outcome, TextDelta, Timing, Usage
+from streamengine.request import SamplingParams
+
+__all__ = [
+    "ContextLengthExceeded",
+    "Engine",
+    "EngineConfig",
+    "EngineFailure",
+    "Generate",
+    "InvalidRequest",
+    "ModelNotFound",
+    "Outcome",
+    "Overloaded",
+    "QueueTimeout",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "ShuttingDown",
+    "StartupError",
+    "Stream",
+    "StreamEngineError",
+    "TextDelta",
+    "Timing",
+    "Unavailable",
+    "UnsupportedFeature",
+    "Usage",
+    "open_engine",
+]

@@ -1,0 +1,5 @@
+"""``python -m streamengine`` is the command line."""
+
+from streamengine.cli import main
+
+main()

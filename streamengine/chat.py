@@ -1,0 +1,107 @@
+"""A conversation on the terminal.
+
+The engine's event loop runs in a thread of its own and this one is the reader of lines, so that line
+editing works and Ctrl-C arrives where it means something: in an answer it ends the answer, at the
+prompt it clears the line.
+"""
+
+import contextlib
+import sys
+
+import anyio.from_thread
+import typer
+
+from streamengine.config import EngineConfig
+from streamengine.engine import Engine, Result, Stream
+from streamengine.errors import StreamEngineError
+from streamengine.request import SamplingParams
+from streamengine.terminal import open_engine
+
+with contextlib.suppress(ImportError):  # Python may be built without it; lines are then edited by the terminal alone
+    import readline  # noqa: F401
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def run(config: EngineConfig, sampling: SamplingParams, system: str | None) -> None:
+    with (
+        anyio.from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(open_engine(config)) as engine,
+    ):
+        if sys.stdin.isatty():
+            typer.echo(HELP, err=True)
+        Conversation(portal, engine, sampling, system).run()
+
+
+class Conversation:
+    """Lines in, streamed answers out; each answer sees all before it."""
+
+    def __init__(
+        self,
+        portal: anyio.from_thread.BlockingPortal,
+        engine: Engine,
+        sampling: SamplingParams,
+        system: str | None,
+    ) -> None:
+        self._portal = portal
+        self._engine = engine
+        self._sampling = sampling
+        self._beginning = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._beginning)
+
+    def run(self) -> None:
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            try:
+                line = input(prompt).strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                typer.echo()
+                continue
+            match line:
+                case "":
+                    continue
+                case "/exit":
+                    return
+                case "/reset":
+                    self._messages = list(self._beginning)
+                case _:
+                    self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        asked = [*self._messages, {"role": "user", "content": line}]
+        try:
+            result = self._stream(asked)
+        except StreamEngineError as error:
+            # The question is not kept, so that the next one may succeed.
+            typer.echo(f"error: {error.message}", err=True)
+            return
+        # What a stopped answer had said was seen, so it belongs to the conversation.
+        self._messages = [*asked, {"role": "assistant", "content": result.text}]
+
+    def _stream(self, messages: list[dict[str, str]]) -> Result:
+        stream = self._portal.call(self._open, messages)
+        future = self._portal.start_task_soon(show, stream)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            self._portal.start_task_soon(stream.cancel)
+            return future.result()
+
+    async def _open(self, messages: list[dict[str, str]]) -> Stream:
+        return self._engine.stream(messages=messages, sampling=self._sampling)
+
+
+async def show(stream: Stream) -> Result:
+    """Write the text to stdout as it comes."""
+    shown = False
+    async with stream:
+        try:
+            async for text in stream.text:
+                typer.echo(text, nl=False)
+                shown = True
+        finally:
+            if shown:
+                typer.echo()
+        return await stream.result()

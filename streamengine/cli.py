@@ -1,0 +1,153 @@
+"""The command line: arguments and environment in, exit status out.
+
+0 is success, 2 what the user can put right (one line on stderr, never a traceback), 1 a failed engine,
+130 Ctrl-C. Answers go to stdout, everything else to stderr.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import anyio
+import msgspec
+import typer
+from typer.exceptions import TyperException
+
+from streamengine import bench as benchmark
+from streamengine import chat as conversation
+from streamengine import doctor as machine
+from streamengine.config import EngineConfig, ServerConfig
+from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.options import ENGINE, SAMPLING, SERVER, takes
+from streamengine.request import SamplingParams
+from streamengine.server import run as server_run
+from streamengine.terminal import StartupProgress, open_engine
+
+app = typer.Typer(
+    name="streamengine",
+    help="Run an open language model and stream its answer as it is born.",
+    epilog="Every engine and server option can be set in the environment: --kv-pages as STREAMENGINE_KV_PAGES.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+@takes(ENGINE, SAMPLING)
+def generate(
+    config: EngineConfig,
+    sampling: SamplingParams,
+    *,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is: no chat template.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one prompt; the text streams to stdout."""
+    anyio.run(_generate, config, sampling, prompt, raw, as_json)
+
+
+async def _generate(config: EngineConfig, sampling: SamplingParams, prompt: str, raw: bool, as_json: bool) -> None:
+    async with open_engine(config) as engine:
+        messages = None if raw else ({"role": "user", "content": prompt},)
+        stream = engine.stream(prompt if raw else None, messages=messages, sampling=sampling)
+        if as_json:
+            async with stream:
+                _print_json(await stream.result())
+        else:
+            await conversation.show(stream)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+@app.command()
+@takes(ENGINE, SAMPLING)
+def chat(
+    config: EngineConfig,
+    sampling: SamplingParams,
+    *,
+    system: Annotated[str | None, typer.Option("--system", help="Instructions before the conversation.")] = None,
+) -> None:
+    """Talk with the model. /reset forgets, /exit leaves, Ctrl-C stops an answer."""
+    conversation.run(config, sampling, system)
+
+
+@app.command()
+@takes(ENGINE, SERVER)
+def serve(
+    config: EngineConfig,
+    server: ServerConfig,
+    *,
+    restart: Annotated[bool, typer.Option("--restart", help="Start a new core when one dies, and go on.")] = False,
+) -> None:
+    """Serve WebSockets, HTTP and a web page until SIGTERM or Ctrl-C, then drain."""
+    with StartupProgress() as progress:
+
+        def ready(url: str) -> None:
+            progress.stop()
+            typer.echo(f"{config.model} is ready: {url}", err=True)
+
+        server_run.serve(config, server, restart=restart, ready=ready, progress=progress)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed, what this machine has, and what a default start would do with it."""
+    report = machine.examine()
+    if as_json:
+        _print_json(report)
+    else:
+        typer.echo("\n".join(machine.lines(report)))
+
+
+@app.command()
+@takes(ENGINE)
+def bench(config: EngineConfig) -> None:
+    """Time decoding steps and prompts against the ceilings of this machine; the last line is one JSON object."""
+    with StartupProgress() as progress:
+        benchmark.run(config, progress, typer.echo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"streamengine {metadata.version('streamengine')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; the exit status."""
+    try:
+        return app(args=arguments, prog_name="streamengine", standalone_mode=False) or 0
+    except TyperException as error:
+        if message := error.format_message():  # without a command the help was printed, and nothing is left to say
+            _complain(message)
+        return 2
+    except StreamEngineError as error:
+        _complain(error.message)
+        return 1 if isinstance(error, EngineFailure) else 2
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+
+
+def main() -> None:
+    # A terminal that cannot show a character of the answer shows a substitute.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""The composition root: the only place that builds a runner, a tokenizer and an engine from a config."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from compiled.step import LoadError, Runner
+from streamengine.config import DEFAULT_MODEL, EngineConfig
+from streamengine.core import run_core
+from streamengine.engine import Engine
+from streamengine.link import CoreLink, FrontLink, Progress, link_pair
+from streamengine.tokenizer import load_tokenizer
+
+GOODBYE_S = 10.0
+"""How long a core that was told to stop may take before it is killed (or, in a thread, left behind)."""
+
+
+def open_engine(
+    config: EngineConfig | None = None,
+    *,
+    process: bool = True,
+    restart: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> AbstractAsyncContextManager[Engine]:
+    """An engine that is ready when the ``async with`` block begins and gone when it ends.
+
+    Args:
+        config: what to serve and how; the default model as it is.
+        process: run the core in a process of its own. False runs it in a thread of this one, for
+            tests, notebooks and profiling; whatever else this process does then slows it.
+        restart: start a new core when one dies, instead of failing for good. What was running on the
+            dead one ends in `EngineFailure` either way.
+        progress: is called with each start-up message, from the event loop.
+
+    Raises:
+        StartupError: the model is unknown, broken or of an unsupported kind, or does not fit.
+
+    Example::
+
+        async with open_engine(EngineConfig(model="smollm2-135m")) as engine:
+            async for delta in engine.stream(prompt="The capital of France is"):
+                print(delta.text, end="", flush=True)
+    """
+    connect = core_process if process else core_thread
+    return Engine(config or EngineConfig(), connect, load_tokenizer, restart=restart, progress=progress)
+
+
+def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Runner:
+    """The runner that ``config`` describes. Imports torch, so it is called where the core runs.
+
+    Raises:
+        LoadError: why the model cannot be served, in one line.
+    """
+    from compiled.runner import RunnerOptions
+    from compiled.runner import build_runner as build
+
+    shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
+    options = RunnerOptions(threads=config.threads or default_threads(), **shared)
+    return build(options, lambda phase, done, total: report(Progress(phase, done, total)))
+
+
+def default_threads() -> int:
+    """All usable cores but one: compute threads that spin at a barrier while the event loop or a client
+    holds the core they wait for are slower than fewer threads that never wait."""
+    return max(1, usable_cores() - 1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@asynccontextmanager
+async def core_process() -> AsyncIterator[FrontLink]:
+    """A core in a fresh interpreter that inherits one socket and nothing else."""
+    front, core = link_pair()
+    with core:
+        process = await anyio.open_process(
+            [sys.executable, "-m", "streamengine.child", str(core.fileno())],
+            pass_fds=(core.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output belongs to the front's answers
+            stderr=None,
+            # Signals of the terminal and of process managers are for the front: it drains, then stops the core.
+            start_new_session=True,
+        )
+    link = await FrontLink.open(front)
+    try:
+        yield link
+    finally:
+        with anyio.CancelScope(shield=True):
+            await link.aclose()
+            with anyio.move_on_after(GOODBYE_S):
+                await process.wait()
+            if process.returncode is None:
+                process.kill()
+            await process.aclose()
+
+
+@asynccontextmanager
+async def core_thread() -> AsyncIterator[FrontLink]:
+    """A core in a thread of this process. One thread for its whole life: torch's state belongs to threads."""
+    front, core = link_pair()
+    thread = threading.Thread(target=_run_in_thread, args=(core,), name="streamengine-core", daemon=True)
+    thread.start()
+    link = await FrontLink.open(front)
+    try:
+        yield link
+    finally:
+        with anyio.CancelScope(shield=True):
+            await link.aclose()
+            await anyio.to_thread.run_sync(thread.join, GOODBYE_S)
+
+
+def _run_in_thread(core: socket.socket) -> None:
+    link = CoreLink(core)
+    try:
+        run_core(link, build_runner)
+    finally:
+        link.close()
+
+
+def measure_ceilings(dtype: str) -> dict[str, float]:
+    """See `compiled.ceilings`. Imports torch."""
+    from compiled.ceilings import measure_ceilings as measure
+
+    return measure(dtype)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What an engine with the default config would find and choose here. Imports torch."""
+    from compiled.kv_store import SHARE_OF_FREE_MEMORY
+    from compiled.memory import available_memory
+    from compiled.runner import pick_attention, pick_dtype
+    from compiled.weights import bundled_file, cache_folder
+
+    try:
+        model, hint = str(bundled_file(DEFAULT_MODEL)), ""
+    except LoadError as error:
+        model, hint = "", str(error)
+    attention, reason = pick_attention("auto", cache_folder() / "kernels")
+    memory = available_memory()
+    return {
+        "device": "cpu",
+        "cores": usable_cores(),
+        "threads": default_threads(),
+        "dtype": str(pick_dtype("auto")).removeprefix("torch."),
+        "attention": attention,
+        "attention_reason": reason,
+        "memory_available_bytes": memory,
+        "kv_memory_bytes": int(memory * SHARE_OF_FREE_MEMORY),
+        "cache_folder": str(cache_folder()),
+        "default_model": DEFAULT_MODEL,
+        "default_model_file": model,
+        "default_model_hint": hint,
+    }

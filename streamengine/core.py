@@ -1,0 +1,219 @@
+"""The core: one synchronous loop that turns messages into steps and steps into deltas.
+
+It owns the runner, the scheduler and its end of the link, and runs wherever it is called: in a process of
+its own or in a thread. One turn: take the messages that are there → plan → submit → wait for the oldest
+step in flight → commit → send everything that happened as one `Deltas`.
+
+A request at fault ends alone, a step that raises ends the requests in it; the loop ends when the engine says
+so or is gone, when steps keep failing, and on our own bugs. The link is an ordered channel with one writer,
+so an abort never overtakes the submit that it is meant for: an abort for an unknown id is for a request that
+has ended.
+"""
+
+import dataclasses
+import gc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+
+from compiled.step import Handle, LoadError, Runner, Step
+from streamengine.config import EngineConfig
+from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.kv import KVPool
+from streamengine.link import (
+    Abort,
+    AskStatistics,
+    Configure,
+    CoreLink,
+    Deltas,
+    Failed,
+    LinkClosed,
+    Progress,
+    Ready,
+    Statistics,
+    Stop,
+    Submit,
+    ToCore,
+)
+from streamengine.request import Delta, Finish, Request
+from streamengine.scheduler import Scheduler
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the core gives up: by then it is not the requests."""
+
+BuildRunner = Callable[[EngineConfig, Callable[[Progress], None]], Runner]
+
+_logger = logging.getLogger(__name__)
+
+
+def run_core(link: CoreLink, build_runner: BuildRunner, clock: Callable[[], float] = time.monotonic) -> None:
+    """Wait for `Configure`, build and warm up a runner, serve until `Stop` or until the engine is gone.
+
+    Closes ``link`` at the end, whatever the end is; its last message is `Failed` where something went wrong.
+    ``build_runner`` reports its progress through its second argument. A runner with a ``close()`` is closed.
+
+    Raises:
+        Exception: our own bug, found while serving; the engine has been told.
+    """
+    with closing(link), ExitStack() as stack:
+        try:
+            configure, *messages = link.receive(block=True)
+            assert isinstance(configure, Configure), f"{configure} before Configure"
+            core = _start(link, configure.config, build_runner, clock, stack)
+            if core is not None:
+                core.run(messages)
+        except LinkClosed:
+            return
+        except Exception as error:
+            with suppress(LinkClosed):
+                link.send(Failed(EngineFailure.code, _one_line(error)))
+            raise
+
+
+def _start(
+    link: CoreLink, config: EngineConfig, build_runner: BuildRunner, clock: Callable[[], float], stack: ExitStack
+) -> "_Core | None":
+    """A core that is ready, and said so; None when it could not be built, and said so."""
+    try:
+        runner = build_runner(config, link.send)
+        if close := getattr(runner, "close", None):
+            stack.callback(close)
+        link.send(Progress("warm-up"))
+        runner.warmup()
+    except LinkClosed:
+        raise
+    except Exception as error:
+        if not isinstance(error, LoadError | StreamEngineError):
+            _logger.exception("the runner could not be built")
+        link.send(Failed("startup", _one_line(error)))
+        return None
+    assert 1 <= runner.depth <= 2, f"the scheduler plans at most one step ahead, not {runner.depth - 1}"
+    model = runner.model
+    if config.max_model_len is not None and config.max_model_len < model.max_model_len:
+        model = dataclasses.replace(model, max_model_len=config.max_model_len)
+    scheduler = Scheduler(
+        KVPool(runner.kv.pages, runner.kv.page_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        max_queue=config.max_queue,
+    )
+    if threading.current_thread() is threading.main_thread():
+        # What is loaded by now stays; no collection needs to walk it again. In a thread the process is
+        # somebody else's, and so is its garbage.
+        gc.collect()
+        gc.freeze()
+    link.send(Ready(model=model, kv=runner.kv, ledger=runner.statistics()))
+    return _Core(link, runner, scheduler, clock)
+
+
+class _Core:
+    def __init__(self, link: CoreLink, runner: Runner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self._link = link
+        self._runner = runner
+        self._scheduler = scheduler
+        self._clock = clock
+        self._in_flight: deque[tuple[Step, Handle]] = deque()
+        self._deltas: list[Delta] = []
+        self._failures = 0
+        self._failed_steps = 0
+
+    def run(self, messages: list[ToCore]) -> None:
+        while self._take(messages):
+            self._launch()
+            self._land()
+            self._flush()
+            if self._failures >= MAX_FAILED_STEPS:
+                self._link.send(Failed(EngineFailure.code, f"{self._failures} steps in a row failed"))
+                return
+            messages = self._receive()
+        for request in self._scheduler.unfinished:
+            self._abort(request, "shutdown")
+        while self._in_flight:
+            self._land()
+        self._flush()
+
+    def _receive(self) -> list[ToCore]:
+        if self._scheduler.has_work or self._in_flight:
+            return self._link.receive(block=False)
+        self._scheduler.check()
+        return self._link.receive(block=True)
+
+    def _take(self, messages: list[ToCore]) -> bool:
+        """Act on ``messages``; False when the loop is to be left."""
+        for message in messages:
+            match message:
+                case Submit():
+                    self._submit(message.request)
+                case Abort():
+                    self._abort(message.request, message.cause)
+                case AskStatistics():
+                    self._link.send(Statistics(self._statistics()))
+                case Stop():
+                    return False
+                case Configure():
+                    raise AssertionError("configured twice")
+        return True
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._scheduler.submit(request, self._clock())
+        except StreamEngineError as error:
+            finish = Finish("error", error.code, error.message)
+            self._deltas.append(Delta(request=request.id, finish=finish))
+
+    def _abort(self, request: int, cause: str) -> None:
+        delta = self._scheduler.abort(request, cause)
+        if delta is not None:
+            self._deltas.append(delta)
+
+    def _launch(self) -> None:
+        """Plan and submit until as many steps are in flight as the runner takes."""
+        while len(self._in_flight) < self._runner.depth:
+            step = self._scheduler.plan(self._clock())
+            if step is None:
+                return
+            try:
+                self._in_flight.append((step, self._runner.submit(step)))
+            except Exception as error:
+                self._fail(step, error)
+                return
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight, if any, and take in what it did."""
+        if not self._in_flight:
+            return
+        step, handle = self._in_flight.popleft()
+        try:
+            result = handle.wait()
+        except Exception as error:
+            self._fail(step, error)
+        else:
+            self._failures = 0
+            self._deltas += self._scheduler.commit(step, result)
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        _logger.error("step %d raised", step.number, exc_info=error)
+        self._failures += 1
+        self._failed_steps += 1
+        self._deltas += self._scheduler.fail(step, EngineFailure.code, _one_line(error))
+
+    def _flush(self) -> None:
+        if self._deltas:
+            self._link.send(Deltas(tuple(self._deltas)))
+            self._deltas.clear()
+
+    def _statistics(self) -> dict[str, float]:
+        runner = {f"runner_{name}": value for name, value in self._runner.statistics().items()}
+        return {**self._scheduler.statistics(), "failed_steps": self._failed_steps, **runner}
+
+
+def _one_line(error: Exception) -> str:
+    """What is said of ``error`` to a user; of unexpected kinds the name belongs to it."""
+    line = " ".join(str(error).split())
+    if isinstance(error, LoadError | StreamEngineError):
+        return line
+    return f"{type(error).__name__}: {line}"[:500]

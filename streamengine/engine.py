@@ -1,0 +1,394 @@
+"""What users hold: submit, stream, abort, drain, statistics – and the core behind them, from start to end.
+
+Owns the link to one core and the answers that are under way. One task reads the link and writes the logs;
+one watches deadlines; readers are woken once per step. Refuses: decisions about steps and pages (the
+core's), sockets and frames (the session's). When a log has ended the engine forgets it: it lives as long
+as somebody holds it.
+"""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Literal, Unpack
+
+import anyio
+import anyio.to_thread
+
+from compiled.step import KVSpec, ModelSpec
+from streamengine.answer import Answer, Answers
+from streamengine.config import EngineConfig
+from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
+from streamengine.intake import Asked, Generate, Intake
+from streamengine.link import (
+    AskStatistics,
+    Configure,
+    Deltas,
+    Failed,
+    FrontLink,
+    LinkClosed,
+    Progress,
+    Ready,
+    Statistics,
+    Stop,
+    Submit,
+    ToCore,
+)
+from streamengine.log import Log
+from streamengine.request import MAX_SEED, Request
+from streamengine.stream import Result, Stream
+from streamengine.text import Detokenizer
+from streamengine.tokenizer import Tokenizer
+
+__all__ = ["Engine", "Generate", "Result", "Status", "Stream"]
+
+STOP_S = 10.0
+"""How long a core that was told to stop may take to say goodbye."""
+
+Connect = Callable[[], AbstractAsyncContextManager[FrontLink]]
+Status = Literal["starting", "ready", "draining", "failed", "closed"]
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """An ``async with`` block around one core: it starts at the beginning and is gone at the end.
+
+    Args:
+        config: what the core builds its runner from.
+        connect: starts a core; gives the link to it and takes it down afterwards.
+        load_tokenizer: model folder → tokenizer; called in a worker thread.
+        restart: start a new core when one dies. What was running ends in `EngineFailure` either way.
+        progress: is called with each start-up message.
+
+    Raises:
+        StartupError: on entering, when the core cannot start.
+    """
+
+    model: ModelSpec
+    kv: KVSpec
+    ledger: dict[str, float]
+    """Where the memory went, in bytes. These three are there once the engine is ready."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        connect: Connect,
+        load_tokenizer: Callable[[str], Tokenizer],
+        *,
+        restart: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.epoch = ""
+        """Changes with every core: an answer does not outlive its own."""
+        self.progress: Progress | None = None
+        """The last start-up message."""
+        self._connect = connect
+        self._load_tokenizer = load_tokenizer
+        self._restart = restart
+        self._tell = progress
+        self._phase: Literal["starting", "ready", "failed", "closed"] = "starting"
+        self._was_ready = False
+        self._draining = False
+        self._stopping = False
+        self._failure: StreamEngineError | None = None
+        self._changed = anyio.Event()
+        self._link: FrontLink | None = None
+        self._intake: Intake
+        self._answers = Answers()
+        self._preparing = 0
+        self._submitted = 0
+        self._refused: Counter[str] = Counter()
+        self._rearm = anyio.Event()
+        self._asked: _Reply | None = None
+        self._block: AbstractAsyncContextManager[Engine]
+
+    # life
+
+    @property
+    def status(self) -> Status:
+        return "draining" if self._draining and self._phase in ("starting", "ready") else self._phase
+
+    async def __aenter__(self) -> "Engine":
+        self._block = self._run()
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, traceback)
+
+    async def wait_ready(self) -> None:
+        """Until requests are taken.
+
+        Raises:
+            StreamEngineError: they never will be: the start failed, the core died, or the engine was closed.
+        """
+        while self._phase == "starting":
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._phase == "closed":
+            raise self._refusal()
+
+    async def wait_failed(self) -> StreamEngineError:
+        """Until the core is dead and will not be started again; why."""
+        while self._phase not in ("failed", "closed"):
+            await self._changed.wait()
+        return self._failure or self._refusal()
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse what is new and wait for what runs; after ``deadline_s`` seconds cancel it, as ``shutdown``."""
+        self._draining = True
+        self._change()
+        with anyio.move_on_after(deadline_s):
+            await self._wait_idle()
+        self._post(*self._answers.abort_all("shutdown"))
+        with anyio.move_on_after(STOP_S):
+            await self._wait_idle()
+
+    # requests
+
+    async def submit(self, generate: Generate) -> Log:
+        """The log of a new answer.
+
+        Raises:
+            RequestError: see `Intake`.
+            Unavailable: too many requests are here already, or the engine is starting or draining.
+            EngineFailure: the core is dead.
+        """
+        submitted = anyio.current_time()
+        try:
+            with self._admitted():
+                prompt = await self._intake.read(generate)
+            self._check_ready()  # it may have changed meanwhile
+            self._submitted += 1
+            seed = secrets.randbelow(MAX_SEED + 1)
+            request = self._intake.request(self._submitted, prompt, generate.sampling, seed)
+        except StreamEngineError as error:
+            self._refused[error.code] += 1
+            raise
+        return self._send(request, generate, submitted)
+
+    def abort(self, log: Log, cause: str = "client") -> None:
+        """End an answer. Its log ends when its pages are free. Never blocks; one that has ended stays so."""
+        # Finalizers call this, in whatever thread: no more than a look and a post.
+        self._post(*self._answers.abort(log, cause))
+
+    def stream(self, prompt: str | None = None, **asked: Unpack[Asked]) -> Stream:
+        """An answer as it comes; the arguments are the fields of `Generate`."""
+        generate = Generate(prompt=prompt, **asked)
+        return Stream(lambda: self.submit(generate), self.abort)
+
+    async def generate(self, prompt: str | None = None, **asked: Unpack[Asked]) -> Result:
+        """A whole answer, asked for as in `stream`. A cancelled scope ends it in the core as well."""
+        async with self.stream(prompt, **asked) as stream:
+            return await stream.result()
+
+    async def statistics(self) -> dict[str, float]:
+        """A snapshot of the core's counts and, with ``engine_`` before the name, of the engine's own.
+
+        Raises:
+            Unavailable, EngineFailure: there is no core to ask.
+        """
+        if self._phase != "ready" or self._link is None:
+            raise self._refusal()
+        if self._asked is None:
+            self._asked = _Reply()
+            self._link.post(AskStatistics())
+        core = await self._asked.wait()
+        return {
+            **core,
+            "engine_open": len(self._answers),
+            "engine_preparing": self._preparing,
+            "engine_submitted": self._submitted,
+            **{f"engine_ended_{reason}": count for reason, count in self._answers.ended.items()},
+            **{f"engine_refused_{code}": count for code, count in self._refused.items()},
+        }
+
+    # taking requests in
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count a request that is being read, so that what waits for a tokenizer is bounded as well."""
+        self._check_ready()
+        here, most = len(self._answers) + self._preparing, self.config.max_num_seqs + self.config.max_queue
+        if here >= most:
+            raise Overloaded(f"{here} requests are running or waiting, at most {most}", requests=here, limit=most)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    def _check_ready(self) -> None:
+        if self.status != "ready":
+            raise self._refusal()
+
+    def _refusal(self) -> StreamEngineError:
+        match self.status:
+            case "failed":
+                assert self._failure is not None, "failed without a reason"
+                # A new one each time: a traceback grows with every raise.
+                return EngineFailure(self._failure.message)
+            case "draining" | "closed":
+                return ShuttingDown("the engine is shutting down")
+        return Unavailable("the engine is starting")
+
+    def _send(self, request: Request, generate: Generate, submitted: float) -> Log:
+        log = Log("st_" + secrets.token_urlsafe(16), len(request.prompt))
+        detokenizer = Detokenizer(self._intake.tokenizer.decode, request.prompt, generate.sampling.stop)
+        answer = Answer(request.id, log, detokenizer, submitted, generate.queue_s, generate.total_s)
+        self._answers.add(answer)
+        self._post(Submit(request))
+        self._rearm.set()
+        return log
+
+    def _post(self, *messages: ToCore) -> None:
+        if self._link is not None:
+            self._link.post(*messages)
+
+    # the core
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator["Engine"]:
+        raised: BaseException | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_core)
+            tasks.start_soon(self._watch_deadlines)
+            try:
+                await self.wait_ready()
+                yield self
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                raised = error  # out of the group before it is raised, or the group would wrap it
+            finally:
+                await self._stop()
+                tasks.cancel_scope.cancel()
+        if raised is not None:
+            raise raised
+
+    async def _stop(self) -> None:
+        """Let the core say goodbye. One that still starts does not listen; taking the link away ends it."""
+        self._stopping = True
+        with anyio.move_on_after(STOP_S, shield=True):
+            if self._link is not None and self._phase == "ready":
+                self._link.post(Stop())
+                while self._phase == "ready":
+                    await self._changed.wait()
+
+    async def _keep_core(self) -> None:
+        try:
+            while True:
+                failure = await self._run_core()
+                if isinstance(failure, StartupError) and self._was_ready:
+                    failure = EngineFailure(f"the core could not be started again: {failure.message}")
+                    break
+                if self._stopping or not self._restart or isinstance(failure, StartupError):
+                    break
+                logger.error("%s; starting another", failure)
+            if not self._stopping:
+                self._failure = failure
+        finally:
+            self._phase = "closed" if self._failure is None else "failed"
+            self._change()
+
+    async def _run_core(self) -> StreamEngineError:
+        """One core from its start to its end; why it ended."""
+        self.epoch = secrets.token_hex(8)
+        failure: StreamEngineError = EngineFailure("the core was left alone")
+        try:
+            async with self._connect() as link, anyio.create_task_group() as tasks:
+                tasks.start_soon(link.run_writer)
+                self._link = link
+                link.post(Configure(self.config))
+                try:
+                    failure = await self._serve(link)
+                finally:
+                    # At once: taking the core down may take a while.
+                    self._fail_all(ShuttingDown("the engine was closed") if self._stopping else failure)
+                tasks.cancel_scope.cancel()
+        except OSError as error:
+            return StartupError(f"cannot start the core: {error}")
+        return failure
+
+    async def _serve(self, link: FrontLink) -> StreamEngineError:
+        try:
+            while True:
+                match await link.receive():
+                    case Deltas(deltas):
+                        self._post(*self._answers.apply(deltas, anyio.current_time()))
+                        if not len(self._answers):
+                            self._change()
+                    case Progress() as progress:
+                        self.progress = progress
+                        if self._tell is not None:
+                            self._tell(progress)
+                    case Ready() as ready:
+                        await self._become_ready(ready)
+                    case Statistics(values):
+                        self._reply(values)
+                    case Failed(_, message):
+                        break
+        except LinkClosed as error:
+            message = f"the core died: {error}"
+        except StartupError as error:
+            return error
+        return EngineFailure(message) if self._phase == "ready" else StartupError(message)
+
+    async def _become_ready(self, ready: Ready) -> None:
+        tokenizer = await anyio.to_thread.run_sync(self._load_tokenizer, ready.model.folder)
+        self.model, self.kv, self.ledger = ready.model, ready.kv, ready.ledger
+        self._intake = Intake(ready.model, ready.kv, tokenizer)
+        self._phase, self._was_ready = "ready", True
+        self._change()
+
+    def _fail_all(self, error: StreamEngineError) -> None:
+        self._link = None
+        if self._phase == "ready":
+            self._phase = "starting"
+        self._answers.fail_all(error)
+        if self._asked is not None:
+            self._reply(error)
+        self._change()
+
+    def _change(self) -> None:
+        """Wake everybody who waits for this engine to be in another state."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _wait_idle(self) -> None:
+        while len(self._answers):
+            await self._changed.wait()
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            with anyio.CancelScope(deadline=self._answers.deadline):
+                await self._rearm.wait()
+            self._rearm = anyio.Event()
+            self._post(*self._answers.expire(anyio.current_time()))
+
+    def _reply(self, values: dict[str, float] | StreamEngineError) -> None:
+        if self._asked is not None:
+            self._asked.set(values)
+            self._asked = None
+
+
+class _Reply:
+    """Statistics that were asked for, for everybody who waits for them."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+        self._values: dict[str, float] | StreamEngineError = {}
+
+    def set(self, values: dict[str, float] | StreamEngineError) -> None:
+        self._values = values
+        self._event.set()
+
+    async def wait(self) -> dict[str, float]:
+        await self._event.wait()
+        if isinstance(self._values, StreamEngineError):
+            raise self._values
+        return self._values

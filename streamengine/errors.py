@@ -1,0 +1,94 @@
+"""Every error that a user can meet: its code on the wire, its HTTP status, whether to try again.
+
+StreamEngineError
+├── RequestError                 one request is at fault; others are untouched
+│   ├── InvalidRequest           a field is missing, unknown, of the wrong type or out of range
+│   ├── ContextLengthExceeded    prompt + answer do not fit the model or the KV cache
+│   ├── UnsupportedFeature       known to the protocol, not there in this engine
+│   └── ModelNotFound
+├── Unavailable                  not now; try again
+│   ├── Overloaded               the queue is full
+│   ├── QueueTimeout             waited too long
+│   └── ShuttingDown
+├── EngineFailure                the core died or a step raised
+└── StartupError                 config, model or port: the engine never became ready
+"""
+
+from typing import ClassVar
+
+
+class StreamEngineError(Exception):
+    """Base of all. ``param`` names the field at fault; ``details`` holds the numbers."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, **details: int | float | str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.details = details
+
+
+class RequestError(StreamEngineError):
+    code = "invalid_request"
+    status = 400
+
+
+class InvalidRequest(RequestError):
+    """``param`` is always given."""
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class UnsupportedFeature(RequestError):
+    code = "unsupported_feature"
+    status = 422
+
+
+class ModelNotFound(RequestError):
+    code = "model_not_found"
+    status = 404
+
+
+class Unavailable(StreamEngineError):
+    code = "overloaded"
+    status = 503
+    retryable = True
+
+
+class Overloaded(Unavailable):
+    pass
+
+
+class QueueTimeout(Unavailable):
+    code = "queue_timeout"
+
+
+class ShuttingDown(Unavailable):
+    code = "shutting_down"
+
+
+class EngineFailure(StreamEngineError):
+    code = "engine_error"
+    retryable = True
+
+
+class StartupError(StreamEngineError):
+    pass
+
+
+def from_code(code: str, message: str, *, param: str | None = None) -> StreamEngineError:
+    """The error that ``code`` names, for errors that crossed a process border."""
+    for kind in _leaves(StreamEngineError):
+        if kind.code == code:
+            return kind(message, param=param)
+    return StreamEngineError(message, param=param)
+
+
+def _leaves(kind: type[StreamEngineError]) -> list[type[StreamEngineError]]:
+    below = [leaf for child in kind.__subclasses__() for leaf in _leaves(child)]
+    return below or [kind]

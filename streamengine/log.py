@@ -1,0 +1,271 @@
+"""The append-only log of one stream and its readers' positions.
+
+Entry i (from 1) is one answer token: its id and the text that it completed, possibly empty. After the
+last entry comes exactly one terminal: an `Outcome` or an error. Nothing is queued per reader: each
+holds a position, takes a contiguous slice when it likes, and costs no memory while it is slow.
+No I/O, no clock; waiting is done by whoever owns a `Wake`.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from math import exp, floor, log
+from typing import Protocol
+
+import msgspec
+
+from streamengine.errors import InvalidRequest, StreamEngineError
+from streamengine.request import FinishReason
+
+
+class Wake(Protocol):
+    """Is told that there is something new to read. Must not block or raise."""
+
+    def set(self) -> None: ...
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens. ``completion_tokens`` includes the token that ended the answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds on the engine's monotonic clock; ``None`` where it did not come to that."""
+
+    total_ms: float
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    ttft_ms: float | None = None
+    decode_ms: float | None = None
+    tokens_per_s: float | None = None
+    itl_p50_ms: float | None = None
+    itl_p99_ms: float | None = None
+    itl_max_ms: float | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream ended. ``cause`` says who cancelled (``client``, ``disconnect``, ``timeout``, ``shutdown``,
+    ``operator``) and is None otherwise; ``stop_sequence`` is the stop string that hit."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    cause: str | None = None
+    stop_sequence: str | None = None
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A contiguous slice of a stream: entries ``seq - n + 1 .. seq``."""
+
+    seq: int
+    n: int
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Log:
+    """One stream. Written by the engine, read by any number of `Reader`."""
+
+    def __init__(self, id: str, prompt_tokens: int = 0) -> None:
+        self.id = id
+        self.prompt_tokens = prompt_tokens
+        self.computed = 0
+        """Prompt tokens whose KV is there; `started` says whether any step has run."""
+        self.started = False
+        self.queue_position: int | None = None
+        """Requests of this engine that are to start before this one; None once it has started."""
+        self.outcome: Outcome | None = None
+        self.error: StreamEngineError | None = None
+        self.error_usage: Usage | None = None
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._crc32 = 0
+        self._bytes = 0
+        self._wakes: list[Wake] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self._tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """So far; final once the log has ended."""
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=len(self._tokens))
+
+    @property
+    def check(self) -> tuple[int, int]:
+        """``(bytes, crc32)`` of the whole text in UTF-8: a reader proves with it that nothing was lost."""
+        return self._bytes, self._crc32
+
+    def append(self, entries: Sequence[tuple[int, str]]) -> None:
+        """Add ``(token id, text)`` entries. Wakes nobody: see `wake`."""
+        assert not self.ended, "an entry after the terminal"
+        for token, text in entries:
+            self._tokens.append(token)
+            self._texts.append(text)
+            data = text.encode()
+            self._bytes += len(data)
+            self._crc32 = zlib.crc32(data, self._crc32)
+
+    def end(self, outcome: Outcome) -> None:
+        """The good terminal. Wakes nobody: see `wake`."""
+        assert not self.ended, "two terminals"
+        self.outcome = outcome
+
+    def fail(self, error: StreamEngineError) -> None:
+        """The bad terminal, with the usage so far. Wakes nobody: see `wake`."""
+        assert not self.ended, "two terminals"
+        self.error, self.error_usage = error, self.usage
+
+    def wake(self) -> None:
+        """Tell every reader, once for all that a step has changed."""
+        for wake in self._wakes:
+            wake.set()
+
+    def reader(self, wake: Wake, after: int = 0) -> "Reader":
+        """A reader of the entries from ``after + 1`` on. What is there already wakes nobody: take first.
+
+        Raises:
+            InvalidRequest: ``after`` lies outside of the log.
+        """
+        if not 0 <= after <= len(self):
+            raise InvalidRequest(f"after must be 0 to {len(self)}, not {after}", param="after")
+        self._wakes.append(wake)
+        return Reader(self, wake, after)
+
+    def _forget(self, wake: Wake) -> None:
+        self._wakes.remove(wake)
+
+    def _slice(self, begin: int, end: int) -> TextDelta:
+        return TextDelta(
+            seq=end, n=end - begin, text="".join(self._texts[begin:end]), token_ids=tuple(self._tokens[begin:end])
+        )
+
+
+class Reader:
+    """A position in a `Log`. Close it, or the log keeps waking its owner."""
+
+    def __init__(self, log: Log, wake: Wake, position: int) -> None:
+        self.position = position
+        """Entries taken so far, or skipped."""
+        self._log = log
+        self._wake: Wake | None = wake
+
+    @property
+    def ended(self) -> bool:
+        """Everything is read and the log has its terminal."""
+        return self._log.ended and self.position == len(self._log)
+
+    def take(self, limit: int = 0) -> TextDelta | None:
+        """All new entries as one slice, at most ``limit`` of them unless it is 0; None if there are none."""
+        begin, end = self.position, len(self._log)
+        if limit:
+            end = min(end, begin + limit)
+        if begin == end:
+            return None
+        self.position = end
+        return self._log._slice(begin, end)
+
+    def close(self) -> None:
+        """Be woken no more. Safe to repeat."""
+        if self._wake is not None:
+            self._log._forget(self._wake)
+            self._wake = None
+
+
+class Stopwatch:
+    """When the tokens of one answer came. All times in seconds on one monotonic clock.
+
+    The gaps between tokens are counted in geometric buckets, so percentiles are exact to 2.5 % and memory
+    does not grow with the answer; the longest is exact. Tokens of one step come at one time: no gap.
+    """
+
+    def __init__(self, submitted: float) -> None:
+        self._submitted = submitted
+        self._queued: float | None = None
+        self._first: float | None = None
+        self._last = submitted
+        self._count = 0
+        self._longest = 0.0
+        self._buckets: Counter[int] = Counter()
+
+    def start(self, queued: float) -> None:
+        """The first step ran ``queued`` seconds after the core took the request."""
+        self._queued = queued
+
+    def tokens(self, count: int, now: float) -> None:
+        """``count`` answer tokens came at ``now``."""
+        if count == 0:
+            return
+        if self._first is None:
+            self._first = now
+        else:
+            self._gap(now - self._last, 1)
+        self._gap(0.0, count - 1)
+        self._last = now
+        self._count += count
+
+    def timing(self, now: float) -> Timing:
+        """All of it, for an answer that ends at ``now``."""
+        total_ms = (now - self._submitted) * 1000
+        queue_ms = None if self._queued is None else self._queued * 1000
+        if self._first is None:
+            return Timing(total_ms=total_ms, queue_ms=queue_ms)
+        ttft_ms, decode_ms = (self._first - self._submitted) * 1000, (self._last - self._first) * 1000
+        gaps = self._count - 1
+        return Timing(
+            total_ms=total_ms,
+            queue_ms=queue_ms,
+            prefill_ms=None if queue_ms is None else max(0.0, ttft_ms - queue_ms),
+            ttft_ms=ttft_ms,
+            decode_ms=decode_ms,
+            tokens_per_s=gaps * 1000 / decode_ms if gaps and decode_ms > 0 else None,
+            itl_p50_ms=self._percentile(0.50) * 1000 if gaps else None,
+            itl_p99_ms=self._percentile(0.99) * 1000 if gaps else None,
+            itl_max_ms=self._longest * 1000 if gaps else None,
+        )
+
+    def _gap(self, seconds: float, count: int) -> None:
+        if count:
+            self._longest = max(self._longest, seconds)
+            self._buckets[_bucket(seconds)] += count
+
+    def _percentile(self, share: float) -> float:
+        """The smallest bucket's middle such that ``share`` of the gaps lie in it or below."""
+        rest = share * self._buckets.total()
+        for bucket in sorted(self._buckets):
+            rest -= self._buckets[bucket]
+            if rest <= 0:
+                return min(_middle(bucket), self._longest)
+        return self._longest
+
+
+_RATIO = log(1.05)
+_LEAST_S, _MOST_S = 1e-6, 1e5
+_ZERO = floor(log(_LEAST_S) / _RATIO)
+
+
+def _bucket(seconds: float) -> int:
+    return _ZERO if seconds <= _LEAST_S else floor(log(min(seconds, _MOST_S)) / _RATIO)
+
+
+def _middle(bucket: int) -> float:
+    return 0.0 if bucket == _ZERO else exp((bucket + 0.5) * _RATIO)

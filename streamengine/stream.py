@@ -1,0 +1,161 @@
+"""What `Engine.stream` gives: one answer as an object to iterate, to hold in ``async with``, or to await.
+
+An object and no async generator: leaving the loop by ``break``, by an exception or by a cancelled scope
+drops the last reference, and aborting needs no ``await``. No task and no cancel scope is opened here.
+"""
+
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from streamengine.log import Log, Reader, TextDelta, Timing, Usage
+from streamengine.request import FinishReason
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer. ``token_ids`` holds the id that ended it; ``text`` does not hold its text, nor the
+    ``stop_sequence``. ``cause`` says who cancelled it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    stop_sequence: str | None = None
+    cause: str | None = None
+
+
+class Stream:
+    """One answer as it comes. Nothing is asked before the first ``await`` on it.
+
+    ::
+
+        async with engine.stream("Why is the sky blue?") as stream:
+            async for text in stream.text:
+                print(text, end="")
+            result = await stream.result()
+
+    Iterating without ``async with`` is as safe. Iteration, `result` and `cancel` raise what the request
+    ended in, if that is an error: see `streamengine.errors`.
+    """
+
+    def __init__(self, submit: Callable[[], Coroutine[Any, Any, Log]], abort: Callable[[Log], None]) -> None:
+        self._log: Log | None = None
+        self._submit = submit
+        self._abort = abort
+        self._lock = anyio.Lock()
+        self._bell = _Bell()
+        self._reader: Reader
+
+    async def __aenter__(self) -> "Stream":
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        """Everything that came since the last one, in one slice."""
+        await anyio.lowlevel.checkpoint()
+        log = await self._start()
+        while (delta := self._reader.take()) is None:
+            if log.ended:
+                if log.error is not None:
+                    raise log.error
+                raise StopAsyncIteration
+            await self._bell.wait()
+        return delta
+
+    @property
+    def text(self) -> "TextStream":
+        """The same iteration, as strings that are not empty."""
+        return TextStream(self)
+
+    async def result(self) -> Result:
+        """Wait for the end. Takes nothing from an iteration: the result is whole in any case."""
+        log = await self._start()
+        bell = _Bell()
+        reader = log.reader(bell)
+        try:
+            while not log.ended:
+                await bell.wait()
+        finally:
+            reader.close()
+        if log.outcome is None:
+            assert log.error is not None, "a log that ended has a terminal"
+            raise log.error
+        outcome = log.outcome
+        return Result(
+            text=log.text,
+            token_ids=tuple(log.token_ids),
+            finish_reason=outcome.finish_reason,
+            usage=outcome.usage,
+            timing=outcome.timing,
+            stop_sequence=outcome.stop_sequence,
+            cause=outcome.cause,
+        )
+
+    async def cancel(self) -> Result:
+        """End it now and wait until its pages are free; from any task. What came so far is the result."""
+        self._abort(await self._start())
+        return await self.result()
+
+    def close(self) -> None:
+        """End it now if it runs, and do not wait. Never blocks; safe to repeat."""
+        if self._log is not None and not self._log.ended:
+            self._abort(self._log)
+
+    async def aclose(self) -> None:
+        """`close`, for `contextlib.aclosing` and its like."""
+        self.close()
+
+    async def _start(self) -> Log:
+        if self._log is None:
+            async with self._lock:
+                if self._log is None:
+                    log = await self._submit()
+                    self._reader = log.reader(self._bell)
+                    self._log = log
+        return self._log
+
+
+class TextStream:
+    """A `Stream` as strings."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> "TextStream":
+        return self
+
+    async def __anext__(self) -> str:
+        while not (text := (await self._stream.__anext__()).text):
+            pass
+        return text
+
+
+class _Bell:
+    """A wake-up to be used again and again, by one waiter."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Until it has rung since the last time."""
+        await self._event.wait()
+        self._event = anyio.Event()

@@ -1,0 +1,24 @@
+"""A headless Chromium for this folder's tests, or a skip that says what is missing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = ["--no-sandbox", "--disable-background-networking", "--disable-dev-shm-usage"]
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Any]:
+    """Closed when the folder is done: the driver keeps an event loop in this thread, where others run theirs."""
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is missing: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()

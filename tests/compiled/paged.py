@@ -1,0 +1,92 @@
+"""Paged batches for the attention tests: rows of (query tokens, positions) over shuffled, poisoned pages."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled.attention.base import Attention, AttentionSpec
+
+LAYERS, LAYER = 3, 1
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@dataclass
+class Batch:
+    """One step. ``cache`` [P, L, 2, S, K, D] holds every row's earlier positions and NaN everywhere else."""
+
+    rows: list[tuple[int, int]]
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+    seed: int = 0
+    pages: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        counts = [math.ceil(positions / self.page_size) for _, positions in self.rows]
+        shuffled = (torch.randperm(sum(counts) + 2, generator=random) + 1).tolist()  # never page 0, some unused
+        self.pages = [[shuffled.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + 4, LAYERS, 2, self.page_size, self.kv_heads, self.head_dim)
+        self.cache = torch.full(shape, math.nan, dtype=self.dtype)
+        # Every row's keys and values by position: what a chunk, a batch mate or SDPA would see.
+        self.keys = [self._normal(random, n, self.kv_heads) for _, n in self.rows]
+        self.values = [self._normal(random, n, self.kv_heads) for _, n in self.rows]
+        self.queries = [self._normal(random, n, self.heads) for _, n in self.rows]
+        for row, (tokens, positions) in enumerate(self.rows):
+            page, slot = self.slots(row)
+            past = slice(0, positions - tokens)
+            self.cache[page[past], LAYER, 0, slot[past]] = self.keys[row][past]
+            self.cache[page[past], LAYER, 1, slot[past]] = self.values[row][past]
+
+    def _normal(self, random: torch.Generator, positions: int, heads: int) -> Tensor:
+        return torch.randn(positions, heads, self.head_dim, generator=random).to(self.dtype)
+
+    def slots(self, row: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each of a row's positions."""
+        positions = torch.arange(self.rows[row][1])
+        return torch.tensor(self.pages[row])[positions // self.page_size], positions % self.page_size
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def views(self, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(LAYERS)]
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `Attention.plan` takes."""
+        return (
+            int32([0, *itertools.accumulate(tokens for tokens, _ in self.rows)]),
+            int32([0, *itertools.accumulate(len(pages) for pages in self.pages)]),
+            int32([page for pages in self.pages for page in pages]),
+            int32([(positions - 1) % self.page_size + 1 for _, positions in self.rows]),
+        )
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the step's tokens, then of ``padding`` tokens of NaN."""
+        return self._of_step(self.queries), self._of_step(self.keys), self._of_step(self.values)
+
+    def _of_step(self, rows: list[Tensor]) -> Tensor:
+        padding = torch.full((self.padding, rows[0].shape[1], self.head_dim), math.nan, dtype=self.dtype)
+        return torch.cat([*(row[n - tokens :] for row, (tokens, n) in zip(rows, self.rows, strict=True)), padding])
+
+    def run(self, backend: type[Attention], **options: Any) -> tuple[Tensor, Tensor]:
+        """(out, cache afterwards), leaving ``self.cache`` as it was."""
+        cache = self.cache.clone()
+        attention = backend(self.spec, self.views(cache), **options)
+        attention.plan(*self.tables)
+        q, k, v = self.operands()
+        out = torch.full_like(q, math.nan)
+        attention.run(q, k, v, LAYER, out)
+        return out, cache

@@ -1,0 +1,99 @@
+"""Architectures that transformers knows run in pages, compiled, and equal transformers' own eager run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.step import LoadError, Row, Sampling, Step
+from tests.compiled import tiny
+
+SUPPORTED = ["llama", "qwen3", "mistral", "gpt_neox"]
+PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29], [31, 37], [41, 43, 47, 53, 59]]
+
+
+def build(folder: Path, **changes: object) -> CpuRunner:
+    options = {"dtype": "float32", "page_size": 4, "kv_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return build_runner(RunnerOptions(model=str(folder), **(options | changes)), lambda *_: None)  # type: ignore[arg-type]
+
+
+def expected(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0, -1]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_logits_in_pages_equal_the_eager_model(kind: str, eager: bool, tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, kind)
+    runner = build(folder, eager=eager)
+    pages = [(7, 2, 9), (4,), (11, 5)]
+    # A whole prompt beside the first chunk of another, then its last token beside a third prompt.
+    first = Step(0, (Row(1, tuple(PROMPTS[1]), 0, pages[1], Sampling()), Row(0, tuple(PROMPTS[0][:6]), 0, pages[0])))
+    second = Step(
+        1,
+        (
+            Row(0, tuple(PROMPTS[0][6:]), 6, pages[0], Sampling()),
+            Row(2, tuple(PROMPTS[2]), 0, pages[2], Sampling()),
+        ),
+    )
+    got = torch.cat([runner.logits(first), runner.logits(second)])
+    want = torch.stack([expected(folder, PROMPTS[i]) for i in (1, 0, 2)])
+    assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path) -> None:
+    from compiled.model import load
+    from compiled.pieces import build as compile_pieces
+
+    model = load(tiny.make(tmp_path, "llama", num_hidden_layers=5), "tiny", torch.float32, None)
+    _, parts, times = compile_pieces(model.module, lambda *_: None)
+    assert (times.pieces, times.unique) == (6, 3)
+    assert [piece.name for piece in parts.unique] == [
+        "embed_tokens+rotary_emb | layers.0: input_layernorm+q_proj+k_proj+v_proj",
+        "layers.0: o_proj+post_attention_layernorm+mlp | layers.1: input_layernorm+q_proj+k_proj+v_proj",
+        "layers.4: o_proj+post_attention_layernorm+mlp | norm+lm_head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gemma2", {}, "sliding window of 32"),
+        ("gemma2", {"sliding_window": 4096, "max_position_embeddings": 64}, "softcap"),
+        ("mistral", {"sliding_window": 16}, "sliding window of 16 tokens"),
+        ("llama", {"head_dim": 12}, "head size 12 is not a multiple of 8"),
+    ],
+)
+def test_a_kind_that_attention_cannot_do_is_refused_at_load_by_name(
+    kind: str, changes: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LoadError, match=reason):
+        build(tiny.make(tmp_path, kind, **changes), eager=True)
+
+
+def test_a_sliding_window_beyond_the_context_changes_nothing_and_is_served(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, "mistral", sliding_window=128)
+    runner = build(folder, eager=True, max_model_len=128)
+    got = runner.logits(Step(0, (Row(0, tuple(PROMPTS[0]), 0, (1, 2, 3), Sampling()),)))
+    assert torch.allclose(got[0], expected(folder, PROMPTS[0]), atol=1e-4)
+
+
+def test_padding_ids_of_the_head_are_never_sampled(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, "llama")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}')
+    runner = build(folder, eager=True)
+    assert runner.model.vocab_size == 3
+    assert runner.logits(Step(0, (Row(0, (1, 2), 0, (1,), Sampling()),))).shape == (1, 3)
+
+
+def test_the_ledger_says_where_the_memory_went(tmp_path: Path) -> None:
+    runner = build(tiny.make(tmp_path, "llama"), eager=True)
+    ledger = runner.statistics()
+    assert ledger["kv_bytes"] == 40 * 2 * 2 * 4 * 2 * 16 * 4
+    assert ledger["weights_bytes"] > 0
+    assert ledger["step_bytes"] >= 0

@@ -1,0 +1,314 @@
+"""The command line over an engine whose runner is a fake: what is asked, what is shown, how it ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from compiled.step import LoadError, Runner
+from streamengine import cli, compose
+from streamengine.config import EngineConfig
+from streamengine.engine import Engine
+from streamengine.link import Progress
+from streamengine.options import ENGINE, SAMPLING, SERVER, Group
+from tests.fakes import BOS, ByteTokenizer, FakeRunner, script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PHASES = ["loading weights", "compiling", "warm-up"]
+"""Start-up as the fake runner and then the core report it."""
+
+
+def asked(*lines: str) -> tuple[int, ...]:
+    """The ids of a conversation up to where the assistant speaks."""
+    return (BOS, *"\n".join([*lines, "assistant: "]).encode())
+
+
+REPLIES = script(
+    {
+        asked("user: hi", "assistant: Hello – there.", "user: more"): "More of it.",
+        asked("user: hi"): "Hello – there.",
+        asked("user: more"): "More of what?",
+        asked("system: Be brief.", "user: hi"): "Hi.",
+        "once": " upon a time",
+    }
+)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
+    """Every engine that the command line opens runs on this, in a thread."""
+    runner = FakeRunner(answer=REPLIES)
+    use(runner, monkeypatch.setattr)
+    return runner
+
+
+def use(runner: FakeRunner, setattr: Callable[[object, str, object], None] = setattr) -> None:
+    real = compose.open_engine
+
+    def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Runner:
+        if config.model == "nonesuch":
+            raise LoadError("model 'nonesuch' is not installed;\nget it with: nothing")
+        for phase in PHASES[:2]:
+            for done in range(3):
+                report(Progress(phase, done, 2))
+        return runner
+
+    def open_engine(
+        config: EngineConfig, *, progress: Callable[[Progress], None] | None = None
+    ) -> AbstractAsyncContextManager[Engine]:
+        return real(config, process=False, progress=progress)
+
+    setattr(compose, "build_runner", build_runner)
+    setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
+    setattr(compose, "open_engine", open_engine)
+
+
+def test_generate_streams_the_answer_to_the_prompt_in_its_chat_template(runner, capsys):
+    assert cli.run(["generate", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().out == "Hello – there.\n"
+
+
+def test_generate_raw_continues_the_prompt_without_a_template(runner, capsys):
+    assert cli.run(["generate", "--prompt", "once", "--raw"]) == 0
+    assert capsys.readouterr().out == " upon a time\n"
+
+
+def test_generate_json_prints_one_object_with_text_ids_reason_usage_and_timing(runner, capsys):
+    assert cli.run(["generate", "--prompt", "once", "--raw", "--max-tokens", "5", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == " upon"
+    assert bytes(answer["token_ids"]) == b" upon"
+    assert answer["finish_reason"] == "length"
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 5)
+    assert answer["timing"]["total_ms"] > 0
+
+
+def test_stop_may_be_repeated_and_is_not_part_of_the_answer(runner, capsys):
+    assert cli.run(["generate", "--prompt", "once", "--raw", "--stop", "zzz", "--stop", " a t", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["text"], answer["finish_reason"], answer["stop_sequence"]) == (" upon", "stop", " a t")
+
+
+def test_start_up_is_one_line_per_phase_where_stderr_is_no_terminal(runner, capsys):
+    assert cli.run(["generate", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().err.splitlines() == PHASES
+
+
+def test_start_up_is_bars_on_a_terminal_and_they_are_gone_when_the_answer_comes(runner, capsys, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.run(["generate", "--prompt", "hi"]) == 0
+    shown = terminal.getvalue()
+    assert all(phase in shown for phase in PHASES)
+    erase_line = "\x1b[2K"
+    assert shown.rstrip().endswith(erase_line)
+    assert capsys.readouterr().out == "Hello – there.\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "x", "--bogus"], "--bogus"),
+        (["generate", "--prompt", "x", "--temperature", "warm"], "--temperature"),
+        (["generate", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "--prompt", "x", "--top-p", "0"], "top_p"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "--prompt", "x", "--stop", ""], "stop"),
+        (["generate", "--prompt", "x", "--dtype", "float16"], "--dtype"),
+        (["generate", "--prompt", "x", "--kv-pages", "1"], "kv_pages"),
+        (["generate", "--prompt", "x" * 500], "256"),
+        (["generate", "--raw", "--prompt", ""], "prompt"),
+        (["generate", "--prompt", "x", "--model", "nonesuch"], "nonesuch"),
+        (["chat", "--model", ""], "model"),
+        (["serve", "--port", "70000"], "port"),
+        (["serve", "--drain-s", "-1"], "drain_s"),
+        (["sing"], "sing"),
+    ],
+)
+def test_what_a_person_got_wrong_is_one_line_that_names_it_and_status_2(runner, capsys, arguments, names):
+    assert cli.run(arguments) == 2
+    said = capsys.readouterr()
+    complaints = [line for line in said.err.splitlines() if line not in PHASES]
+    assert said.out == ""
+    assert len(complaints) == 1
+    assert complaints[0].startswith("error: ")
+    assert names in complaints[0]
+
+
+def test_an_engine_that_fails_is_status_1_and_one_line(runner, capsys):
+    runner.fail(times=10)
+    assert cli.run(["generate", "--prompt", "hi"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("group", [ENGINE, SAMPLING, SERVER], ids=lambda group: group.panel)
+def test_every_field_of_a_value_is_an_option(group: Group):
+    assert list(group.help) == list(group.value.__struct_fields__)
+
+
+def test_an_option_can_be_set_in_the_environment_and_the_argument_wins(runner, capsys, monkeypatch):
+    monkeypatch.setenv("STREAMENGINE_MODEL", "nonesuch")
+    assert cli.run(["generate", "--prompt", "hi"]) == 2
+    assert cli.run(["generate", "--prompt", "hi", "--model", "fake"]) == 0
+
+
+def test_chat_remembers_until_it_is_reset(runner, capsys, monkeypatch):
+    talk(monkeypatch, "hi", "more", "", "/reset", "more", "/exit", "hi")
+    assert cli.run(["chat"]) == 0
+    assert capsys.readouterr().out == "Hello – there.\nMore of it.\nMore of what?\n"
+
+
+def test_chat_puts_the_system_message_before_the_conversation(runner, capsys, monkeypatch):
+    talk(monkeypatch, "hi", "/reset", "hi")
+    assert cli.run(["chat", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Hi.\nHi.\n"
+
+
+def test_chat_goes_on_after_a_question_that_was_refused(runner, capsys, monkeypatch):
+    talk(monkeypatch, "x" * 500, "hi")
+    assert cli.run(["chat"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "Hello – there.\n"
+    assert said.err.splitlines()[-1].startswith("error: ")
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Type these, then Ctrl-D."""
+    typed = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def test_doctor_reports_versions_cpu_compiler_and_a_default_start(capsys, monkeypatch):
+    start = {"device": "cpu", "memory_available_bytes": 3 * 2**30, "default_model_hint": ""}
+    monkeypatch.setattr(compose, "describe_machine", lambda: start)
+    assert cli.run(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["default start"] == start
+    assert report["versions"]["streamengine"]
+    assert set(report["compiler"]) >= {"g++"}
+    assert cli.run(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "3,072 MiB" in shown
+    assert "default_model_hint" not in shown
+
+
+def test_without_a_command_there_is_help_and_no_complaint(capsys):
+    assert cli.run([]) == 2
+    said = capsys.readouterr()
+    assert "generate" in said.out
+    assert said.err == ""
+
+
+def test_version_and_help_need_no_torch_and_no_engine():
+    program = (
+        "import sys; from streamengine.cli import run; "
+        "status = run(['--version']) or run(['--help']) or run(['serve', '--help']); "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)), status)"
+    )
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert answer.stdout.startswith("streamengine ")
+    assert "--allow-origin" in answer.stdout
+    assert answer.stdout.endswith("[] 0\n")
+    assert answer.stderr == ""
+
+
+def test_python_m_streamengine_is_the_command_line():
+    command = [sys.executable, "-m", "streamengine", "serve", "--port", "none"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("error: Invalid value for '--port'")
+
+
+# A process of its own, for what happens to a process.
+
+PROGRAM = """
+import sys
+from streamengine import cli
+from tests.fakes import FakeRunner, fake_kv, fake_model
+from tests.streamengine.test_cli import use
+
+runner = FakeRunner(kv=fake_kv(4097, 16), model=fake_model(60000), answer=lambda context, sampling: ord("a"))
+use(runner)
+cli.main()
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'sdk'}", "PYTHONUNBUFFERED": "1"}
+
+
+def start(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+
+
+def test_ctrl_c_ends_generate_quietly_with_130():
+    with start("generate", "--prompt", "hi") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(3) == b"aaa"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert set(out) <= set(b"a\n")
+    assert b"Traceback" not in err
+    assert b"error" not in err
+
+
+def test_a_reader_that_goes_away_ends_generate_quietly():
+    with start("generate", "--prompt", "hi") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(3) == b"aaa"
+        process.stdout.close()
+        process.wait(timeout=30)
+        err = process.stderr.read()
+    assert b"Traceback" not in err
+    assert b"Exception" not in err
+    assert b"error" not in err
+
+
+def test_ctrl_c_in_chat_ends_the_answer_and_not_the_conversation():
+    with start("chat", stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hi\n")
+        process.stdin.flush()
+        assert process.stdout.read(3) == b"aaa"
+        process.send_signal(signal.SIGINT)
+        while process.stdout.read(1) != b"\n":
+            pass
+        process.stdin.write(b"again\n")
+        process.stdin.flush()
+        assert process.stdout.read(3) == b"aaa"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"Traceback" not in err

@@ -1,0 +1,207 @@
+"""Prompts and messages become the ids that the model was trained on; what cannot is refused by its place."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from streamengine.errors import InvalidRequest, StartupError, UnsupportedFeature
+from streamengine.tokenizer import FolderTokenizer, check_text, load_tokenizer, read_messages
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+USER = ({"role": "user", "content": "hi"},)
+
+
+def make_folder(folder: Path, template: str | None = CHATML, **config: Any) -> Path:
+    """A byte-level BPE trained on a few lines, with a beginning-of-sequence token before every prompt."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    lines = ["the cat sat on the mat", "the dog sat on the log", "user assistant system"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def rendered(tokenizer: FolderTokenizer, messages: Iterable[dict[str, str]] = USER) -> str:
+    """The text of a chat, special tokens and all."""
+    return tokenizer._tokenizer.decode(tokenizer.chat(list(messages)), skip_special_tokens=False)
+
+
+def test_a_prompt_gets_the_special_tokens_of_its_vocabulary_and_no_others(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    ids = tokenizer.encode("the cat")
+    assert ids[0] == 0
+    assert tokenizer.decode(ids) == "the cat"
+    assert tokenizer.vocab_size == 292
+    assert tokenizer.longest_token >= len("<|im_start|>")
+
+
+def test_text_survives_the_round_trip_exactly(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    for text in ("  two  spaces , and . more ", "€ 😀 ﷽", "a\n\n\tb", " n't 's"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_saved_truncation_and_padding_change_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=64)
+    saved.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    text = "the cat sat on the mat, the dog sat on the log"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_ids_outside_of_the_vocabulary_have_no_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    assert tokenizer.decode([0, 10_000_000, *tokenizer.encode("ok")]) == "ok"
+
+
+def test_a_chat_is_the_template_up_to_where_the_assistant_speaks(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    messages = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}]
+    text = rendered(tokenizer, messages)
+    # Blocks leave neither their line nor their indentation behind, and <s> is the template's to write.
+    assert text == (
+        "    <|im_start|>system\nbe good<|im_end|>\n\n    <|im_start|>user\nhi<|im_end|>\n\n<|im_start|>assistant\n"
+    )
+    assert 1 in tokenizer.chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<s>hi<|im_end|>"),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "hi"}]'),
+        ("{{ {'a': '<é>'} | tojson(indent=2) }}", '{\n  "a": "<é>"\n}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}", "hi"),
+        ("{{ strftime_now('%Y')[:2] }}", "20"),
+        ("{% if tools is defined %}tools{% else %}none{% endif %}", "none"),
+    ],
+)
+def test_templates_find_what_the_ecosystem_promises_them(tmp_path: Path, template: str, text: str) -> None:
+    assert rendered(load_tokenizer(make_folder(tmp_path, template))) == text
+
+
+def test_the_template_may_be_in_the_config_alone_or_among_others(tmp_path: Path) -> None:
+    one = make_folder(tmp_path, None, chat_template="one {{ messages[0].content }}")
+    assert rendered(load_tokenizer(one)) == "one hi"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert rendered(load_tokenizer(make_folder(tmp_path, None, chat_template=named))) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ messages[7].content.x }}", "no element 7"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ range(10000000000) }}", "range"),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_the_requests_fault(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path, template))
+    with pytest.raises(InvalidRequest, match=message) as error:
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert error.value.param == "messages"
+
+
+def test_a_model_without_a_template_takes_no_messages(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path, None))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_folder_that_cannot_be_used_fails_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    folder = make_folder(tmp_path, "\n{% if %}")
+    with pytest.raises(StartupError, match=r"chat template of .* line 2"):
+        load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(StartupError, match=r"cannot read .*tokenizer_config\.json"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"cannot read .*tokenizer\.json"):
+        load_tokenizer(folder)
+
+
+def test_messages_are_read_to_roles_and_strings() -> None:
+    messages = read_messages(
+        (
+            {"role": "system", "content": "a", "tool_calls": None},
+            {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": " c"}]},
+        )
+    )
+    assert messages == [{"role": "system", "content": "a"}, {"role": "user", "content": "b c"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ({"role": "user"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": "user", "content": "a"}, {"content": "a"}], "messages[1].role"),
+        ([{"role": "", "content": "a"}], "messages[0].role"),
+        ([{"role": 5, "content": "a"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": "a\ud800"}], "messages[0].content"),
+    ],
+)
+def test_a_malformed_message_is_refused_by_its_place(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        read_messages(messages)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "a", "name": "bob"}, "messages[0].name"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_place(message: Any, param: str) -> None:
+    with pytest.raises(UnsupportedFeature) as error:
+        read_messages([message])
+    assert error.value.param == param
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    assert check_text("a😀", "prompt") == "a😀"
+    with pytest.raises(InvalidRequest, match=r"lone surrogate, U\+D83D, at character 1"):
+        check_text("a\ud83d", "prompt")
