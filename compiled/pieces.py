@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._inductor import standalone_compile
 
@@ -133,8 +134,12 @@ def trace(module: nn.Module) -> tuple[fx.GraphModule, dict[str, Any]]:
     def run(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         return forward(module, ids, positions, rows, None)
 
-    with torch.no_grad():
+    # Dynamo remembers the models that it has traced here before and would turn what differs, such as an
+    # epsilon, into an input. Each model is traced as if it were the first, and nothing of it is kept.
+    alone = torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True)
+    with torch.no_grad(), alone:
         torch.compile(run, backend=capture, fullgraph=True)(**inputs)
+    torch._dynamo.reset_code(run.__code__)
     (graph,) = graphs
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values = dict(zip((node.name for node in placeholders), arguments, strict=True))

@@ -10,9 +10,9 @@ CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Closed when the folder is done: the driver keeps an event loop in this thread, where others run theirs."""
+    """Closed when the module is done: the driver keeps an event loop in this thread, where others run theirs."""
     if not CHROMIUM.exists():
         pytest.skip(f"{CHROMIUM} is missing: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

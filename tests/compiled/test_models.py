@@ -46,6 +46,19 @@ def test_logits_in_pages_equal_the_eager_model(kind: str, eager: bool, tmp_path:
     assert torch.allclose(got, want, atol=1e-4)
 
 
+def test_a_model_is_cut_into_the_same_pieces_after_any_number_of_others(tmp_path: Path) -> None:
+    from compiled.model import load
+    from compiled.pieces import trace
+    from compiled.split import split
+
+    keys = []
+    for i, epsilon in enumerate((1e-5, 1e-6, 1e-5, *(n / 10 for n in range(8)), 1e-5)):
+        folder = tiny.make(tmp_path / str(i), "llama", rms_norm_eps=epsilon, num_hidden_layers=1)
+        traced, _ = trace(load(folder, "tiny", torch.float32, None).module)
+        keys.append([piece.key for piece in split(traced).unique])
+    assert keys[0] == keys[2] == keys[-1] != keys[1]
+
+
 def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path) -> None:
     from compiled.model import load
     from compiled.pieces import build as compile_pieces
