@@ -5,7 +5,8 @@ rows      A A A | B | C C          a prompt's chunk, a decoding row, another chu
 ids       . . .   .   . .          T tokens, flattened
 qo_indptr 0       3   4   6        where each row's tokens begin
 kv_indptr 0       n_A …            where each row's pages begin in kv_indices
-rows_R        2   3                index of the last token of each row that samples
+rows_R        2   3                index of the tokens whose logits are wanted: first those that a token is
+                                   sampled after, then those whose next token is known and scored
 ```
 """
 
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled.step import Sampling, Step
+from compiled.sampling_batch import Part, prepare
+from compiled.step import Step
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Batch:
     """Inputs of one step.
 
     ``ids_T``, ``positions_T`` (int64) and ``rows_R`` are padded to at least the compiled minimum; the
-    index arrays (int32, FlashInfer's paged layout) cover the real tokens only. ``sampled[i]`` is the
-    index in ``step.rows`` of the i-th of the first ``len(sampled)`` logit rows, ``draw_at`` the position
-    of the token that it draws.
+    index arrays (int32, FlashInfer's paged layout) cover the real tokens only. ``samples[i]`` logit rows
+    belong to ``step.rows[i]``, then, after those of all rows, ``scores[i]``; ``targets`` [sum of scores] are the
+    known tokens of the latter. ``tops`` says for each logit row how many likeliest tokens are to be reported
+    beside its own; None: not even that one.
     """
 
     ids_T: Tensor
@@ -35,9 +38,11 @@ class Batch:
     kv_indptr: Tensor
     kv_indices: Tensor
     kv_last_page_len: Tensor
-    sampled: tuple[int, ...]
-    samplings: tuple[Sampling, ...]
-    draw_at: Tensor
+    samples: tuple[int, ...]
+    scores: tuple[int, ...]
+    sampling: tuple[Part, ...]
+    targets: Tensor
+    tops: tuple[int | None, ...]
 
 
 def build(step: Step, page_size: int, smallest: int) -> Batch:
@@ -54,9 +59,13 @@ def build(step: Step, page_size: int, smallest: int) -> Batch:
     positions = np.zeros(max(total, smallest), np.int64)
     positions[:total] = np.arange(total) - np.repeat(first[:-1] - starts, lengths)
     indices = [page for row, count in zip(rows, pages, strict=True) for page in row.pages[:count]]
-    sampled = [i for i, row in enumerate(rows) if row.sampling is not None]
-    logit_rows = np.zeros(max(len(sampled), smallest), np.int64)
-    logit_rows[: len(sampled)] = first[1:][sampled] - 1
+    samples = np.fromiter((0 if row.sampling is None else 1 + row.drafts for row in rows), np.int64, len(rows))
+    scores = np.fromiter((len(row.targets) for row in rows), np.int64, len(rows))
+    wanted = np.concatenate((_runs(first[1:] - samples, samples), _runs(first[:-1], scores)))
+    logit_rows = np.zeros(max(len(wanted), smallest), np.int64)
+    logit_rows[: len(wanted)] = wanted
+    owners = [row for row in rows if row.sampling is not None for _ in range(1 + row.drafts)]
+    targets = np.fromiter((token for row in rows for token in row.targets), np.int64, len(wanted) - len(owners))
     return Batch(
         ids_T=torch.from_numpy(ids),
         positions_T=torch.from_numpy(positions),
@@ -65,10 +74,21 @@ def build(step: Step, page_size: int, smallest: int) -> Batch:
         kv_indptr=_int32(np.concatenate(([0], np.cumsum(pages)))),
         kv_indices=torch.tensor(indices, dtype=torch.int32),
         kv_last_page_len=_int32(ends - (pages - 1) * page_size),
-        sampled=tuple(sampled),
-        samplings=tuple(row.sampling for row in rows if row.sampling is not None),
-        draw_at=torch.from_numpy(ends[sampled]),
+        samples=tuple(samples.tolist()),
+        scores=tuple(scores.tolist()),
+        sampling=prepare(owners, _runs(ends + 1 - samples, samples)),
+        targets=torch.from_numpy(targets),
+        tops=(
+            *(None if row.sampling is None else row.sampling.logprobs for row in owners),
+            *(row.targets_top for row in rows for _ in row.targets),
+        ),
     )
+
+
+def _runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``begins[i], begins[i] + 1, …``, ``counts[i]`` of them, for each i."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
 
 
 def _int32(values: np.ndarray) -> Tensor:

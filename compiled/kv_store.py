@@ -4,6 +4,7 @@ A page is one contiguous block, so that it can move as one. Attention sees each 
 views ``[P, S, K, D]`` with equal strides. The memory starts zeroed: padding reads finite numbers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -32,16 +34,31 @@ class KVShape:
 
 
 class KVStore:
-    """Owns the memory of ``pages`` pages. ``layers[i]`` are the key and value views of layer i."""
+    """Owns the memory of ``pages`` pages. ``layers[i]`` are the key and value views of layer i.
+
+    Raises:
+        LoadError: there is not as much memory; without a look, it would be missing later, page by page.
+    """
 
     def __init__(self, shape: KVShape, pages: int) -> None:
-        self.spec = KVSpec(pages=pages, page_size=shape.page_size, page_bytes=shape.page_bytes)
+        needed, free = pages * shape.page_bytes, available_memory()
+        if needed > free:
+            raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
+        self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
         self._store = torch.zeros(
             (pages, shape.layers, 2, shape.page_size, shape.num_kv_heads, shape.head_dim), dtype=shape.dtype
         )
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self._store[:, layer, 0], self._store[:, layer, 1]) for layer in range(shape.layers)
         )
+
+    def copy(self, source: int, target: int) -> None:
+        """All layers of page ``source`` to page ``target``."""
+        self._store[target] = self._store[source]
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Fill ``pages`` with NaN: whatever reads them before it writes them shows."""
+        self._store[list(pages)] = torch.nan
 
 
 def size_pool(shape: KVShape, *, asked: int | None, wanted_tokens: int, max_model_len: int, reserved: int) -> int:

@@ -6,7 +6,6 @@ its attention is learnt by running it once (`probe`), never from a list of names
 does not have is refused at load.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal", "sliding_window"}
 """Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass
-(``is_causal`` and ``sliding_window`` are checked by value). Any other that is not None is refused by name."""
+(``is_causal`` and ``sliding_window`` are looked at by value). Any other that is not None is refused by name."""
 
 
 class PagedAttention(Protocol):
@@ -66,7 +65,7 @@ def _attend(
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
         if isinstance(paged, _Probe):
-            paged.refuse(module, attention_mask, kwargs)
+            paged.ask(module, attention_mask, kwargs)
         out_THD = paged(q_THD, k_TKD, v_TKD, scale)
     return out_THD.unsqueeze(0), None
 
@@ -110,6 +109,8 @@ def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None)
     """
     config = _config(folder)
     limit = _context_limit(config, max_model_len)
+    eos = _eos_token_ids(folder, config)
+    vocabulary = vocabulary_size(folder) or config.vocab_size
     module = _weights(folder, dtype)
     layers = probe(module, limit)
     spec = ModelSpec(
@@ -117,9 +118,9 @@ def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None)
         folder=str(folder),
         architecture=type(module).__name__,
         dtype=str(dtype).removeprefix("torch."),
-        vocab_size=min(vocabulary_size(folder) or config.vocab_size, config.vocab_size),
+        vocab_size=min(vocabulary, config.vocab_size),
         max_model_len=limit,
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=eos,
     )
     return LoadedModel(module, spec, layers)
 
@@ -141,7 +142,9 @@ def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, .
             "only models in which every layer is one softmax attention are supported"
         )
     if len(set(seen.layers)) > 1:
-        raise LoadError(f"{type(module).__name__} mixes attention shapes in its layers, which is not supported yet")
+        windows = sorted({layer.window or 0 for layer in seen.layers})
+        what = f"windows {windows} (0: none)" if len(windows) > 1 else "shapes"
+        raise LoadError(f"{type(module).__name__} mixes attention {what} in its layers, which is not supported yet")
     return tuple(seen.layers)
 
 
@@ -167,6 +170,7 @@ class _Probe:
     def __init__(self, max_model_len: int) -> None:
         self.layers: list[AttentionSpec] = []
         self._max_model_len = max_model_len
+        self._window: int | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         heads, size = query.shape[1:]
@@ -174,22 +178,19 @@ class _Probe:
             raise LoadError(f"head size {size} of keys and {value.shape[-1]} of values differ: not supported yet")
         if size % 8:
             raise LoadError(f"head size {size} is not a multiple of 8")
-        self.layers.append(AttentionSpec(num_heads=heads, num_kv_heads=key.shape[1], head_dim=size, scale=scale))
+        self.layers.append(AttentionSpec(heads, key.shape[1], size, scale, self._window))
         return torch.zeros_like(query)
 
-    def refuse(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-        """Raise LoadError for an argument that would change the result and that no backend implements."""
+    def ask(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+        """Note the next call's window. LoadError for an argument that would change the result and that no
+        backend implements."""
         name = type(module).__name__
         if mask is not None:
             raise LoadError(f"{name} builds an attention mask of its own, which paged attention does not take")
         if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise LoadError(f"{name} is not causal: only decoders are supported")
-        window = kwargs.get("sliding_window")
-        if window is not None and window < self._max_model_len:
-            raise LoadError(
-                f"{name} uses a sliding window of {window} tokens, which is not supported yet "
-                f"(max_model_len is {self._max_model_len}; up to {window} it would be exact)"
-            )
+        window = kwargs.get("sliding_window")  # one that holds the whole context is none
+        self._window = None if window is None or window >= self._max_model_len else window
         for key, value in kwargs.items():
             if key not in HARMLESS and value is not None and value is not False:
                 raise LoadError(f"{name} asks its attention for {key!r}, which is not supported yet")
@@ -198,7 +199,7 @@ class _Probe:
 def _config(folder: Path) -> Any:
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hint = " (its code lies in the model's folder, which is never run)" if "auto_map" in raw else ""
         raise LoadError(f"model type {kind!r} is no decoder that transformers can build{hint}")
     try:
@@ -246,10 +247,16 @@ def _context_limit(config: Any, asked: int | None) -> int:
 
 def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
     """The generation config's ids, else the model config's."""
-    ids = read_json(folder / "generation_config.json").get("eos_token_id", config.eos_token_id)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, Sequence) else (int(ids),)
+    path = folder / "generation_config.json"
+    own = read_json(path)
+    if "eos_token_id" in own:
+        given = own["eos_token_id"]
+    else:
+        path, given = folder / "config.json", config.eos_token_id
+    ids = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise LoadError(f"{path}: eos_token_id must be an id or a list of ids, not {given!r}")
+    return tuple(ids)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,9 +14,12 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._inductor import standalone_compile
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from compiled.model import forward
 from compiled.split import Attention, Piece, Split, split
+from compiled.step import LoadError
 
 SMALLEST = 2
 """Fewest tokens and fewest logit rows of a compiled call: Dynamo takes a size of 1 for a constant."""
@@ -33,6 +36,14 @@ class LayerAttention(Protocol):
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
         """``out_THD`` of layer ``layer``."""
         ...
+
+
+def check_compiler() -> None:
+    """Raises LoadError where Inductor would find no C++ compiler, at the end of a long trace."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise LoadError("a C++ compiler is needed to compile: install g++, or use --eager") from None
 
 
 @dataclass(frozen=True)

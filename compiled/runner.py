@@ -7,10 +7,11 @@ state belongs to a thread.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,17 @@ from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, KernelUnavailable, load_kernel
 from compiled.attention.reference import ReferenceAttention
 from compiled.kv_store import KVShape, KVStore, size_pool
+from compiled.logprobs import logprobs
 from compiled.memory import peak_of
 from compiled.model import DTYPES, LoadedModel, load, work_of
 from compiled.sampler import sample
-from compiled.step import PADDING_PAGE, KVSpec, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 from compiled.weights import Report, cache_folder, resolve
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PerRow = tuple[tuple[_T, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,7 @@ class CpuRunner:
         self._run = run
         self._make_attention = attention
         self._facts: dict[str, float] = {}
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
 
     def allocate(self, store: KVStore) -> None:
@@ -92,40 +97,58 @@ class CpuRunner:
         started = time.perf_counter()
         assert not any(row.pending for row in step.rows), "a runner of depth 1 has no step in flight"
         with torch.inference_mode():
-            tokens = self._execute(step)
+            tokens, drawn, scores = self._execute(step)
         seconds = time.perf_counter() - started
         self._steps += 1
         self._tokens += sum(len(row.tokens) for row in step.rows)
         self._seconds += seconds
-        return FinishedStep(StepResult(number=step.number, tokens=tokens, seconds=seconds))
+        return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
 
-    def _execute(self, step: Step) -> tuple[tuple[int, ...], ...]:
+    def _execute(self, step: Step) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
+        """For each row: tokens, their log-probabilities, and those of its targets."""
+        batch, logits_RV = self._forward(step)
+        sampled = sum(batch.samples)
+        tokens_R, broken = sample(logits_RV[:sampled], batch.sampling)
+        if broken and not self._broken_rows:
+            log.error("step %d: %d rows of the model's logits hold NaN; such ids are not drawn", step.number, broken)
+        self._broken_rows += broken
+        tokens = tuple(_per_row(tokens_R.tolist(), batch.samples))
+        found = logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
+        drawn, scores = _per_row(found[:sampled], batch.samples), _per_row(found[sampled:], batch.scores)
+        return tokens, _asked(drawn), _asked(scores)
+
+    def _forward(self, step: Step) -> tuple[batches.Batch, Tensor]:
+        for source, target in step.copies:
+            self._store.copy(source, target)
         batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
         self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
-        tokens: list[tuple[int, ...]] = [()] * len(step.rows)
-        if batch.sampled:
-            logits_RV = logits_RV[: len(batch.sampled), : self.model.vocab_size]
-            drawn = sample(logits_RV, batch.samplings, batch.draw_at).tolist()
-            for row, token in zip(batch.sampled, drawn, strict=True):
-                tokens[row] = (token,)
-        return tuple(tokens)
+        # Without the rows that pad the step and the ids that pad the head.
+        return batch, logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
     def logits(self, step: Step) -> Tensor:
-        """Logits ``[R, V]`` of the rows that sample, without sampling: for tests and self-checks."""
+        """Logits ``[R, V]`` of the rows that sample, then of those that score, without sampling: for tests and
+        self-checks."""
         with torch.inference_mode():
-            batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
-            self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
-            logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
-            return logits_RV[: len(batch.sampled), : self.model.vocab_size].clone()
+            return self._forward(step)[1].clone()
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""
+        self._store.poison(pages)
 
     def warmup(self) -> None:
         """A decoding step, a chunk and every kind of sampling, on the padding page's memory only."""
-        drawing = Sampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1)
+        greedy, whole = Sampling(), Sampling(temperature=1.0)
+        cut = Sampling(
+            temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, typical_p=0.5, repetition_penalty=1.1, logprobs=1
+        )
         for lengths in ((1,), (1, 1, 1), (self.kv.page_size, 1)):
-            rows = (Row(i, (0,) * length, 0, (0,), Sampling() if i else drawing) for i, length in enumerate(lengths))
+            rows = (
+                Row(i, (0,) * length, 0, (0,), sampling, history=(0,) * length, targets=(0,) * length)
+                for i, (length, sampling) in enumerate(zip(lengths, (cut, whole, greedy), strict=False))
+            )
             self.submit(Step(0, tuple(rows)))
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
 
     def statistics(self) -> dict[str, float]:
@@ -133,8 +156,21 @@ class CpuRunner:
             "steps": self._steps,
             "step_tokens": self._tokens,
             "step_seconds": self._seconds,
+            "broken_rows": self._broken_rows,
             "kv_bytes": self.kv.pages * self.kv.page_bytes,
         }
+
+
+def _per_row(items: Iterable[_T], counts: Iterable[int]) -> Iterator[tuple[_T, ...]]:
+    """The next ``counts[i]`` items for row i."""
+    rest = iter(items)
+    return (tuple(islice(rest, count)) for count in counts)
+
+
+def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
+    """What was asked for; nothing at all where no row asked."""
+    rows = tuple(tuple(one for one in row if one is not None) for row in found)
+    return rows if any(rows) else ()
 
 
 class _Layers:
@@ -154,8 +190,10 @@ class _Layers:
         return self.attend(query, key, value, self._next - 1)
 
 
-def build_runner(options: RunnerOptions, report: Report) -> CpuRunner:
-    """A runner that is ready but for its warm-up.
+def build_runner(
+    options: RunnerOptions, report: Report, check: Callable[[Path], object] = lambda folder: None
+) -> CpuRunner:
+    """A runner that is ready but for its warm-up. ``check`` sees the model's folder before anything slow is done.
 
     Raises:
         LoadError: one line that says why this model cannot be served here.
@@ -163,6 +201,9 @@ def build_runner(options: RunnerOptions, report: Report) -> CpuRunner:
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
     folder = resolve(options.model, offline=options.offline, report=report)
+    check(folder)
+    if not options.eager:
+        pieces.check_compiler()
     report("load", 0, 0)
     model = load(folder, options.model, pick_dtype(options.dtype), options.max_model_len)
     loaded = time.perf_counter()
@@ -218,7 +259,9 @@ def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Calla
 def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> None:
     """Measure the peak of a full step on a small pool, then make the real one."""
     spec = model.layers[0]
-    shape = KVShape(len(model.layers), options.page_size, spec.num_kv_heads, spec.head_dim, model.module.dtype)
+    shape = KVShape(
+        len(model.layers), options.page_size, spec.num_kv_heads, spec.head_dim, model.module.dtype, spec.window
+    )
     runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
     step = _full_step(options)
     step_bytes = peak_of(lambda: runner.submit(step))
@@ -234,12 +277,13 @@ def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> 
 
 
 def _full_step(options: RunnerOptions) -> Step:
-    """The whole budget, split over as many sampling rows as may run."""
+    """The whole budget, split over as many sampling rows as may run, with the logits of every token."""
     share, rest = divmod(options.max_num_batched_tokens, options.max_num_seqs)
     rows, page = [], PADDING_PAGE + 1
     for i in range(options.max_num_seqs):
         tokens = share + (i < rest)
         pages = -(-tokens // options.page_size)
-        rows.append(Row(i, (0,) * tokens, 0, tuple(range(page, page + pages)), Sampling()))
+        ids = (0,) * tokens
+        rows.append(Row(i, ids, 0, tuple(range(page, page + pages)), Sampling(temperature=1.0), targets=ids))
         page += pages
     return Step(0, tuple(rows))

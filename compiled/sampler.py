@@ -1,95 +1,96 @@
-"""Logits → tokens, vectorised over rows.
+"""Logits → tokens, vectorised over rows. `compiled.step.Sampling` says in which order.
 
-Order: float32 → greedy rows by argmax; the others: temperature → min_p → top_k → top_p → one draw by the
-inverse of the cumulated distribution in vocabulary order. The random number of a draw depends on
-(seed, position) alone, so a row's token does not depend on its batch mates, on how the prompt was
-chunked, or on how often the request was preempted.
+Every number of a row comes from that row alone, by operations that treat rows alike and that padding does not change:
+a row's token depends neither on its batch mates, nor on how the prompt was chunked, nor on how often the request was
+preempted.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from compiled.step import Sampling
+from compiled.draw import draw
+from compiled.sampling_batch import Edits, Kind, Part
 
-_WORD = 0xFFFFFFFF
-_PHILOX_M = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
-
-
-def sample(logits_RV: Tensor, samplings: Sequence[Sampling], draw_at_R: Tensor) -> Tensor:
-    """One token id per row (int64). ``draw_at_R`` is the position that each token will have."""
-    logits_RV = logits_RV.float()
-    tokens_R = logits_RV.argmax(dim=-1)
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn)
-        chosen = [samplings[row] for row in drawn]
-        seeds = torch.tensor([sampling.seed for sampling in chosen])
-        tokens_R[rows] = _draw(probabilities(logits_RV[rows], chosen), uniform(seeds, draw_at_R[rows]))
-    return tokens_R
+_LARGEST = 1e30
+"""Stands for an infinite logit: divided by the smallest temperature it is still finite."""
 
 
-def probabilities(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """What each row is drawn from: float32, not normalised after truncation. Temperatures are above 0."""
-    scaled_RV = logits_RV / _column([sampling.temperature for sampling in samplings])
-    probs_RV = scaled_RV.softmax(dim=-1)
-    if any(sampling.min_p > 0 for sampling in samplings):
-        floor = probs_RV.amax(dim=-1, keepdim=True) * _column([sampling.min_p for sampling in samplings])
-        probs_RV = probs_RV.masked_fill(probs_RV < floor, 0.0)
-    truncated = [i for i, sampling in enumerate(samplings) if sampling.top_k > 0 or sampling.top_p < 1]
-    if truncated:
-        rows = torch.tensor(truncated)
-        probs_RV[rows] = _truncate(probs_RV[rows], [samplings[i] for i in truncated])
-    return probs_RV
+def sample(logits_RV: Tensor, parts: Sequence[Part]) -> tuple[Tensor, int]:
+    """One token id per row (int64), and how many rows had a NaN where one mattered: such a logit counts as -inf.
 
-
-def _truncate(probs_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Keep the ``top_k`` likeliest tokens, and of these the fewest whose share of the mass reaches ``top_p``."""
-    vocabulary = probs_RV.shape[-1]
-    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings])
-    sorted_RV = sorted_RV.masked_fill(torch.arange(vocabulary) >= top_k[:, None], 0.0)
-    before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
-    limit = _column([sampling.top_p for sampling in samplings]) * sorted_RV.sum(dim=-1, keepdim=True)
-    # A token stays while the mass before it is under the limit; the likeliest always stays.
-    sorted_RV = sorted_RV.masked_fill((before_RV >= limit) & (before_RV > 0), 0.0)
-    return torch.zeros_like(probs_RV).scatter_(1, order_RV, sorted_RV)
-
-
-def _draw(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """The token in whose slice of the cumulated mass the random number falls."""
-    mass_RV = probs_RV.double().cumsum(dim=-1)
-    target_R1 = (uniform_R * mass_RV[:, -1])[:, None]
-    tokens_R = torch.searchsorted(mass_RV, target_R1, right=True).squeeze(1)
-    # A target that rounds up to the whole mass belongs to the last token that has any.
-    last_R = (probs_RV > 0).to(torch.uint8).flip(-1).argmax(dim=-1)
-    return torch.minimum(tokens_R, probs_RV.shape[-1] - 1 - last_R)
-
-
-def uniform(seeds_R: Tensor, positions_R: Tensor) -> Tensor:
-    """A float64 in [0, 1) for each (seed, position): Philox4x32-10 keyed by the seed, counting positions.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). In int64 arithmetic, so
-    that every device gives the same number.
+    ``logits_RV`` is only read. Where a row has no usable logit, all ids that it may give are equal.
     """
-    counter = [positions_R & _WORD, (positions_R >> 32) & _WORD, torch.zeros_like(seeds_R), torch.zeros_like(seeds_R)]
-    key = [seeds_R & _WORD, (seeds_R >> 32) & _WORD]
-    for _ in range(10):
-        high0, low0 = _multiply(counter[0], _PHILOX_M[0])
-        high1, low1 = _multiply(counter[2], _PHILOX_M[1])
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-        key = [(key[0] + _PHILOX_W[0]) & _WORD, (key[1] + _PHILOX_W[1]) & _WORD]
-    mantissa = ((counter[0] >> 5) << 26) | (counter[1] >> 6)
-    return mantissa.double() / 2**53
+    tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
+    broken = 0
+    for part in parts:
+        rows_N = torch.from_numpy(part.rows)
+        first, last = int(part.rows[0]), int(part.rows[-1])
+        adjacent = last - first + 1 == len(rows_N)
+        raw_NV = (logits_RV[first : last + 1] if adjacent else logits_RV.index_select(0, rows_N)).float()
+        edited_NV = raw_NV if part.edits is None else edit(raw_NV.clone(), part.edits)
+        chosen_N = _choose(edited_NV, part)
+        if chosen_N is None:
+            broken += int(raw_NV.isnan().any(dim=-1).sum())
+            chosen_N = _choose(_rescue(raw_NV, edited_NV, part.edits), part)
+            assert chosen_N is not None, "rescued rows have a finite maximum"
+        tokens_R[rows_N] = chosen_N
+    return tokens_R, broken
 
 
-def _multiply(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32-bit product; the int64 product may wrap, its bits are right."""
-    product = value * factor
-    return (product >> 32) & _WORD, product & _WORD
+def _choose(logits_NV: Tensor, part: Part) -> Tensor | None:
+    """Tokens, or None where a row has no finite maximum."""
+    if part.kind is Kind.GREEDY:
+        # numpy's argmax is ten times as fast as torch's. Both stop at the first of equals, and at a NaN.
+        chosen_N = torch.from_numpy(logits_NV.numpy().argmax(axis=-1))
+        return chosen_N if bool(logits_NV.gather(1, chosen_N[:, None]).isfinite().all()) else None
+    probs_NV = (logits_NV / torch.from_numpy(part.temperature).float()[:, None]).softmax(dim=-1)
+    return None if bool(probs_NV[:, 0].isnan().any()) else draw(probs_NV, part)
 
 
-def _column(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)[:, None]
+def edit(logits_NV: Tensor, edits: Edits) -> Tensor:
+    """Apply ``edits`` in place."""
+    vocabulary = logits_NV.shape[1]
+    flat = logits_NV.numpy().reshape(-1)
+    if edits.allowed is not None:
+        allow(logits_NV, edits)
+    if edits.barred is not None:
+        flat[edits.barred.flat(vocabulary)[0]] = -np.inf
+    if edits.bias is not None:
+        at, (addend,) = edits.bias.flat(vocabulary)
+        np.add.at(flat, at, addend)
+    if edits.seen is not None:
+        at, (repetition, subtracted) = edits.seen.flat(vocabulary)
+        logits = flat[at]
+        flat[at] = np.where(logits > 0, logits / repetition, logits * repetition) - subtracted
+    return logits_NV
+
+
+def allow(logits_NV: Tensor, edits: Edits | None) -> Tensor:
+    """Bar all but the allowed ids, in rows that have such, in place."""
+    if edits is not None and edits.allowed is not None:
+        at, _ = edits.allowed.flat(logits_NV.shape[1])
+        barred_NV = torch.zeros(logits_NV.shape, dtype=torch.bool)
+        barred_NV[torch.from_numpy(at // logits_NV.shape[1])] = True
+        barred_NV.view(-1)[torch.from_numpy(at)] = False
+        logits_NV.masked_fill_(barred_NV, -torch.inf)
+    return logits_NV
+
+
+def _rescue(raw_NV: Tensor, edited_NV: Tensor, edits: Edits | None) -> Tensor:
+    """Logits with a finite maximum in every row. Rows that have one already stay as they are.
+
+    NaN becomes -inf. Where the edits left nothing, the raw logits of the allowed ids count; where these say nothing
+    either, all allowed ids are equal.
+    """
+    logits_NV = _usable(edited_NV)
+    for weaker_NV in (_usable(raw_NV), torch.zeros_like(raw_NV)):
+        nothing_N1 = logits_NV.amax(dim=-1, keepdim=True) == -torch.inf
+        logits_NV = torch.where(nothing_N1, allow(weaker_NV, edits), logits_NV)
+    return logits_NV
+
+
+def _usable(logits_NV: Tensor) -> Tensor:
+    return logits_NV.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)

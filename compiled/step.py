@@ -20,28 +20,68 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one row's next token is drawn from its logits.
+    """How one row's next token is drawn from its logits. Every default means: off.
 
-    ``temperature == 0`` is greedy and ignores the rest. ``top_k == 0``, ``top_p == 1`` and
-    ``min_p == 0`` are off. The random number is a function of (``seed``, position) alone.
+    In this order: ``allowed_token_ids`` (empty: all) → ``bad_words`` (a token that would complete one) →
+    ``barred_token_ids`` while fewer than ``min_tokens`` answer tokens are there → ``logit_bias`` →
+    ``repetition_penalty`` (prompt and answer), ``presence_penalty``, ``frequency_penalty`` (answer) → greedy if
+    ``temperature == 0``, else temperature → min_p → top_k → top_p → typical_p → one draw. The random number is a
+    function of (``seed``, position) alone. Where all this leaves no token, bars and biases give way and
+    ``allowed_token_ids`` alone holds.
+
+    ``logprobs`` asks for the log-probability of the raw logits of the chosen token and of that many likeliest
+    ones (0: the chosen one only; None: none).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    barred_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the row must bring the tokens that are there already."""
+        return bool(self.penalises or self.bad_words or self.min_tokens)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that are there already change the logits."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def edits(self) -> bool:
+        """Whether the logits may be changed before the highest is taken or one is drawn."""
+        return bool(self.needs_history or self.logit_bias or self.allowed_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's share of a step.
+    """The share of one request's answer number ``index`` in a step.
 
     ``tokens`` are computed at positions ``start .. start + len(tokens) - 1``; ``pages`` is the page
     table from position 0 and covers at least ``start + len(tokens)`` positions. With ``sampling`` the
     logits of the last token give one new token; without, the row only fills the KV cache (a prompt's
     chunk). ``pending`` says that the last entry of ``tokens`` is a placeholder for the token that the
-    step in flight before this one samples for the same request.
+    step in flight before this one samples for the same answer.
+
+    Pages of positions that no token of the row sees (see `KVSpec.window`) are not read.
+
+    The last ``drafts`` of ``tokens`` are guesses: a token is sampled after each of the last ``1 + drafts``
+    tokens, as if the guesses before it were right; which of them count is the scheduler's to say.
+    ``history`` is every token up to the end of ``tokens`` where the sampling needs it, of which the first
+    ``prompt_length`` are the prompt. ``targets`` are the known tokens behind ``tokens[0], tokens[1], …`` whose
+    log-probabilities are wanted (a prompt's), with ``targets_top`` likeliest ones beside each.
     """
 
     request: int
@@ -50,38 +90,71 @@ class Row:
     pages: tuple[int, ...]
     sampling: Sampling | None = None
     pending: bool = False
+    drafts: int = 0
+    history: tuple[int, ...] = ()
+    prompt_length: int = 0
+    targets: tuple[int, ...] = ()
+    targets_top: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: never empty, at most one row per request."""
+    """One forward pass: never empty, at most one row per answer of a request.
+
+    ``copies`` are pages ``(from, to)`` that are copied, in order, before anything else is read or written.
+    """
 
     number: int
     rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithms of the raw logits' softmax, never below `LOWEST_LOGPROB`: JSON knows no -inf.
+
+    ``rank`` counts the tokens that were likelier, plus 1. ``top`` are the likeliest tokens, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``tokens[i]`` are the new tokens of ``step.rows[i]``: empty where nothing was sampled.
+    """``tokens[i]`` are the tokens sampled for ``step.rows[i]``: none, or ``1 + drafts``.
 
-    ``seconds`` is the time from submit to the last token's arrival on the host.
+    ``seconds`` is the time from submit to the last token's arrival on the host. ``logprobs[i]`` match
+    ``tokens[i]`` and ``scores[i]`` match ``targets`` where they were asked for; both are empty when no row
+    of the step asked.
     """
 
     number: int
     tokens: tuple[tuple[int, ...], ...]
     seconds: float
+    logprobs: tuple[tuple[Logprob, ...], ...] = ()
+    scores: tuple[tuple[Logprob, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """The physical KV cache: ``pages`` pages of ``page_size`` tokens and ``page_bytes`` bytes each.
 
-    Page `PADDING_PAGE` is among them and is never handed out.
+    Page `PADDING_PAGE` is among them and is never handed out. With a ``window`` every layer attends to the last
+    ``window`` tokens only (the token itself included), so older pages may be given back: `PADDING_PAGE`
+    stands in their place in the page table.
     """
 
     pages: int
     page_size: int
     page_bytes: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,16 @@ def vocabulary_size(folder: Path) -> int | None:
 
     The LM head is often padded beyond this; such ids mean nothing and must never be sampled.
     """
-    tokenizer = read_json(folder / "tokenizer.json")
-    vocabulary = tokenizer.get("model", {}).get("vocab")
-    if not vocabulary:
-        return None
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))]) + 1
+    path = folder / "tokenizer.json"
+    tokenizer = read_json(path)
+    try:
+        vocabulary = tokenizer.get("model", {}).get("vocab")
+        if not vocabulary:
+            return None
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))]) + 1)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"{path} is no tokenizer: {type(error).__name__}: {error}") from error
 
 
 def _checked(folder: Path) -> Path:
@@ -147,8 +151,11 @@ def _convert(file: Path, report: Report) -> Path:
     folder = cache_folder() / "models" / f"{file.stem}-{_fingerprint(file)}"
     if not folder.is_dir():
         report("convert", 0, 3)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+        except OSError as error:
+            raise LoadError(f"the cache folder {folder.parent} cannot be written: {error.strerror}") from error
         try:
             _write_safetensors(file, unfinished, report)
             _publish(unfinished, folder)

@@ -18,7 +18,7 @@ from streamengine.errors import (
     UnsupportedFeature,
 )
 from streamengine.log import Outcome, TextDelta, Timing, Usage
-from streamengine.request import SamplingParams
+from streamengine.sampling import SamplingParams
 
 __all__ = [
     "ContextLengthExceeded",

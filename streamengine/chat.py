@@ -14,7 +14,7 @@ import typer
 from streamengine.config import EngineConfig
 from streamengine.engine import Engine, Result, Stream
 from streamengine.errors import StreamEngineError
-from streamengine.request import SamplingParams
+from streamengine.sampling import SamplingParams
 from streamengine.terminal import open_engine
 
 with contextlib.suppress(ImportError):  # Python may be built without it; lines are then edited by the terminal alone

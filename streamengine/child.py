@@ -18,6 +18,7 @@ from streamengine.link import CoreLink
 
 def main() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars would mix with ours; progress goes over the link
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a checkpoint is said in one line
     logging.basicConfig(level=logging.INFO, format="core: %(message)s", stream=sys.stderr)
     logging.getLogger("compiled").setLevel(logging.INFO)
     sock = socket.socket(fileno=int(sys.argv[1]))

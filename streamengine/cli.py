@@ -5,9 +5,11 @@
 """
 
 import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
+from itertools import chain
 from typing import Annotated
 
 import anyio
@@ -18,10 +20,13 @@ from typer.exceptions import TyperException
 from streamengine import bench as benchmark
 from streamengine import chat as conversation
 from streamengine import doctor as machine
+from streamengine import replay
 from streamengine.config import EngineConfig, ServerConfig
+from streamengine.engine import Result
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.intake import Asked
 from streamengine.options import ENGINE, SAMPLING, SERVER, takes
-from streamengine.request import SamplingParams
+from streamengine.sampling import SamplingParams
 from streamengine.server import run as server_run
 from streamengine.terminal import StartupProgress, open_engine
 
@@ -46,21 +51,36 @@ def generate(
     *,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is: no chat template.")] = False,
+    priority: Annotated[int, typer.Option("--priority", help="A higher one goes first.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one prompt; the text streams to stdout."""
-    anyio.run(_generate, config, sampling, prompt, raw, as_json)
+    """Answer one prompt; a single answer streams to stdout."""
+    messages = None if raw else ({"role": "user", "content": prompt},)
+    asked: Asked = {"messages": messages, "sampling": sampling, "priority": priority}
+    anyio.run(_generate, config, prompt if raw else None, asked, as_json)
 
 
-async def _generate(config: EngineConfig, sampling: SamplingParams, prompt: str, raw: bool, as_json: bool) -> None:
+async def _generate(config: EngineConfig, prompt: str | None, asked: Asked, as_json: bool) -> None:
     async with open_engine(config) as engine:
-        messages = None if raw else ({"role": "user", "content": prompt},)
-        stream = engine.stream(prompt if raw else None, messages=messages, sampling=sampling)
         if as_json:
-            async with stream:
-                _print_json(await stream.result())
+            _print_json(await engine.generate(prompt, **asked))
+            return
+        if asked["sampling"].answers == 1:
+            result = await conversation.show(engine.stream(prompt, **asked))
         else:
-            await conversation.show(stream)
+            result = await engine.generate(prompt, **asked)
+            for number, choice in enumerate(result.choices, 1):
+                typer.echo(f"answer {number} of {len(result.choices)} ({choice.finish_reason}):", err=True)
+                typer.echo(choice.text)
+        for line in _logprob_lines(result):
+            typer.echo(line, err=True)
+
+
+def _logprob_lines(result: Result) -> Iterator[str]:
+    """One for each token: its log-probability and text, then those of the likeliest ones."""
+    answers = [answer.logprobs for answer in result.choices or (result,)]
+    for item in chain(result.prompt_logprobs, *answers):
+        yield "  ".join(f"{each.logprob:9.4f} {each.text!r}" for each in (item, *item.top))
 
 
 def _print_json(value: object) -> None:
@@ -109,10 +129,19 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 @takes(ENGINE)
-def bench(config: EngineConfig) -> None:
-    """Time decoding steps and prompts against the ceilings of this machine; the last line is one JSON object."""
+def bench(
+    config: EngineConfig,
+    *,
+    scenario: Annotated[
+        benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
+    ] = "steps",
+) -> None:
+    """Time decoding steps and prompts, the scheduler, cached prefixes or guessed tokens; the last line is JSON."""
     with StartupProgress() as progress:
-        benchmark.run(config, progress, typer.echo)
+        benchmark.run(scenario, config, progress, typer.echo)
+
+
+app.command("replay")(replay.command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -140,6 +169,9 @@ def run(arguments: Sequence[str]) -> int:
     except StreamEngineError as error:
         _complain(error.message)
         return 1 if isinstance(error, EngineFailure) else 2
+    except OSError as error:  # a full disk behind stdout, for one
+        _complain(str(error))
+        return 1
 
 
 def _complain(message: str) -> None:
@@ -150,4 +182,10 @@ def main() -> None:
     # A terminal that cannot show a character of the answer shows a substitute.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python would try again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

@@ -1,6 +1,7 @@
 """The composition root: the only place that builds a runner, a tokenizer and an engine from a config."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from streamengine.core import run_core
 from streamengine.engine import Engine
 from streamengine.link import CoreLink, FrontLink, Progress, link_pair
 from streamengine.tokenizer import load_tokenizer
+
+OBITUARY_S = 1.0
+"""How long to wait for the exit status of a core whose link is closed."""
 
 GOODBYE_S = 10.0
 """How long a core that was told to stop may take before it is killed (or, in a thread, left behind)."""
@@ -57,14 +61,15 @@ def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Ru
     """The runner that ``config`` describes. Imports torch, so it is called where the core runs.
 
     Raises:
-        LoadError: why the model cannot be served, in one line.
+        LoadError, StartupError: why the model cannot be served, in one line.
     """
     from compiled.runner import RunnerOptions
     from compiled.runner import build_runner as build
 
     shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
     options = RunnerOptions(threads=config.threads or default_threads(), **shared)
-    return build(options, lambda phase, done, total: report(Progress(phase, done, total)))
+    # Read here once, though only the front uses it: a broken one is to be known before anything is compiled.
+    return build(options, lambda phase, done, total: report(Progress(phase, done, total)), check=load_tokenizer)
 
 
 def default_threads() -> int:
@@ -93,6 +98,14 @@ async def core_process() -> AsyncIterator[FrontLink]:
             start_new_session=True,
         )
     link = await FrontLink.open(front)
+
+    async def obituary() -> str:
+        with anyio.move_on_after(OBITUARY_S):
+            status = await process.wait()
+            return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return "it closed its link"
+
+    link.obituary = obituary
     try:
         yield link
     finally:

@@ -1,12 +1,18 @@
 """What a person may set, as frozen values. Unknown keys and impossible numbers fail here, by name."""
 
-from typing import Literal
+import os
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta, structs
 
+from streamengine.checks import MANY, settle
 from streamengine.errors import StartupError
 
 DEFAULT_MODEL = "smollm2-135m"
+
+Count = Annotated[int, Meta(ge=1, le=MANY)]
+Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,62 +30,73 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of a step; prompts longer than this go in by chunks.
         max_queue: requests that may wait; one more is refused as overloaded.
+        enable_prefix_caching: pages of a prompt that was computed before are used again, within one tenant.
+        prefix_quota: share of the pool that one tenant's cached prefixes may hold while others have some.
+        long_prefill_token_threshold: prompt tokens of one request in one step at most; ``None`` is the whole budget.
+        target_itl_ms: prompts go in by chunks small enough that running answers get a token this often.
+        priority_ageing_s: after so many seconds of waiting a request counts as one priority higher.
+        max_n: answers that one request may draw.
+        speculate_tokens: guess so many tokens per step from a request's own text, where it does not say itself.
+        debug: poison freed pages and check every invariant after each step: slow.
+        trace: file that records what the scheduler saw and decided, for `streamengine replay`.
+        trace_text: record token ids as well; without, a trace holds lengths only.
         offline: never look anything up on the network.
     """
 
-    model: str = DEFAULT_MODEL
+    model: Text = DEFAULT_MODEL
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     eager: bool = False
     attention: Literal["auto", "cpu", "reference"] = "auto"
-    threads: int | None = None
-    page_size: int = 16
-    kv_pages: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_queue: int = 512
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    page_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    kv_pages: Annotated[int, Meta(ge=2, le=MANY)] | None = None
+    max_model_len: Annotated[int, Meta(ge=2, le=MANY)] | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 512
+    max_queue: Count = 512
+    enable_prefix_caching: bool = True
+    prefix_quota: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    long_prefill_token_threshold: Count | None = None
+    target_itl_ms: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    priority_ageing_s: Annotated[float, Meta(gt=0, le=1e9)] = 60.0
+    max_n: Count = 16
+    speculate_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
+    debug: bool = False
+    trace: Text | None = None
+    trace_text: bool = False
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise StartupError("model must not be empty", param="model")
-        _at_least(1, self, "page_size", "max_num_seqs", "max_num_batched_tokens", "threads", "max_queue")
-        _at_least(2, self, "kv_pages", "max_model_len")
+        for name in ("model", "trace"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                structs.force_setattr(self, name, os.fspath(path))
+        settle(self, StartupError)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise StartupError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
                 f"{self.max_num_seqs}: a step could not give each running request one token",
                 param="max_num_batched_tokens",
             )
+        if self.trace_text and self.trace is None:
+            raise StartupError("trace_text needs trace, the name of a file", param="trace")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and under which limits `streamengine serve` listens. Times in seconds."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     allow_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
-    max_connections: int = 1024
-    max_streams: int = 64
-    max_message_bytes: int = 4 * 1024 * 1024
-    heartbeat_s: float = 15.0
-    drain_s: float = 30.0
+    max_connections: Count = 1024
+    max_streams: Count = 64
+    max_message_bytes: Count = 4 * 1024 * 1024
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise StartupError(f"port must be 0 to 65535, not {self.port}", param="port")
-        _at_least(1, self, "max_connections", "max_streams", "max_message_bytes")
+        settle(self, StartupError)
         if "*" in self.allow_origins:
             raise StartupError(
                 "allow_origins must name each origin: '*' would let any page drive this server", param="allow_origins"
             )
-        if not self.heartbeat_s > 0 or not self.drain_s >= 0:
-            raise StartupError("heartbeat_s must be above 0 and drain_s at least 0", param="heartbeat_s")
-
-
-def _at_least(low: int, config: msgspec.Struct, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise StartupError(f"{name} must be at least {low}, not {value}", param=name)

@@ -13,15 +13,17 @@ has ended.
 import dataclasses
 import gc
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
-from compiled.step import Handle, LoadError, Runner, Step
+from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
 from streamengine.link import (
     Abort,
@@ -30,6 +32,7 @@ from streamengine.link import (
     CoreLink,
     Deltas,
     Failed,
+    LinkBroken,
     LinkClosed,
     Progress,
     Ready,
@@ -38,8 +41,11 @@ from streamengine.link import (
     Submit,
     ToCore,
 )
+from streamengine.pace import Pace
+from streamengine.prefix import PrefixCache
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
+from streamengine.trace import Tracer
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the core gives up: by then it is not the requests."""
@@ -65,9 +71,9 @@ def run_core(link: CoreLink, build_runner: BuildRunner, clock: Callable[[], floa
             core = _start(link, configure.config, build_runner, clock, stack)
             if core is not None:
                 core.run(messages)
-        except LinkClosed:
-            return
         except Exception as error:
+            if isinstance(error, LinkClosed) and not isinstance(error, LinkBroken):
+                return
             with suppress(LinkClosed):
                 link.send(Failed(EngineFailure.code, _one_line(error)))
             raise
@@ -86,7 +92,7 @@ def _start(
     except LinkClosed:
         raise
     except Exception as error:
-        if not isinstance(error, LoadError | StreamEngineError):
+        if not isinstance(error, LoadError | StreamEngineError | OSError):  # of the system: a message says it all
             _logger.exception("the runner could not be built")
         link.send(Failed("startup", _one_line(error)))
         return None
@@ -94,32 +100,78 @@ def _start(
     model = runner.model
     if config.max_model_len is not None and config.max_model_len < model.max_model_len:
         model = dataclasses.replace(model, max_model_len=config.max_model_len)
-    scheduler = Scheduler(
-        KVPool(runner.kv.pages, runner.kv.page_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        max_queue=config.max_queue,
-    )
+    tracer = None
+    if config.trace is not None:
+        try:
+            tracer = Tracer(config.trace, config, model, runner.kv, runner.depth, clock(), text=config.trace_text)
+        except OSError as error:
+            link.send(Failed("startup", f"the trace cannot be written: {_one_line(error)}"))
+            return None
+        stack.callback(tracer.close)
     if threading.current_thread() is threading.main_thread():
         # What is loaded by now stays; no collection needs to walk it again. In a thread the process is
         # somebody else's, and so is its garbage.
         gc.collect()
         gc.freeze()
-    link.send(Ready(model=model, kv=runner.kv, ledger=runner.statistics()))
-    return _Core(link, runner, scheduler, clock)
+    ledger = runner.statistics()
+    _logger.info("memory: %s", _memory(ledger, runner.kv))
+    link.send(Ready(model=model, kv=runner.kv, ledger=ledger))
+    return _Core(link, runner, build_scheduler(config, model, runner.kv), clock, tracer, debug=config.debug)
+
+
+def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec) -> Scheduler:
+    """The scheduler that a core with ``config`` runs. Two of them decide alike, but share no digests of prefixes."""
+    budget = config.max_num_batched_tokens
+    prefix = None
+    if config.enable_prefix_caching:
+        prefix = PrefixCache(
+            page_size=kv.page_size,
+            pages=kv.pages - 1,
+            identity=(model.folder, model.architecture, model.dtype),
+            secret=secrets.token_bytes(32),
+            quota=config.prefix_quota,
+        )
+    return Scheduler(
+        KVPool(kv.pages, kv.page_size, prefix, debug=config.debug),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=model.max_model_len,
+        max_queue=config.max_queue,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        pace=None if config.target_itl_ms is None else Pace(config.target_itl_ms / 1000, budget),
+        ageing_s=config.priority_ageing_s,
+        window=kv.window,
+    )
+
+
+def _memory(ledger: dict[str, float], kv: KVSpec) -> str:
+    parts = {name: ledger.get(f"{name}_bytes", 0) for name in ("weights", "step", "kv")}
+    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items())
+    return f"{sizes} ({kv.pages:,} pages of {kv.page_size} tokens)"
 
 
 class _Core:
-    def __init__(self, link: CoreLink, runner: Runner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        link: CoreLink,
+        runner: Runner,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        tracer: Tracer | None,
+        *,
+        debug: bool,
+    ) -> None:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
         self._clock = clock
+        self._tracer = tracer
+        self._debug = debug
         self._in_flight: deque[tuple[Step, Handle]] = deque()
         self._deltas: list[Delta] = []
         self._failures = 0
         self._failed_steps = 0
+        self._step_s, self._step_rows, self._step_tokens = Histogram(SECONDS), Histogram(COUNTS), Histogram(COUNTS)
 
     def run(self, messages: list[ToCore]) -> None:
         while self._take(messages):
@@ -149,7 +201,7 @@ class _Core:
                 case Submit():
                     self._submit(message.request)
                 case Abort():
-                    self._abort(message.request, message.cause)
+                    self._abort(message.request, message.cause, message.index)
                 case AskStatistics():
                     self._link.send(Statistics(self._statistics()))
                 case Stop():
@@ -159,23 +211,34 @@ class _Core:
         return True
 
     def _submit(self, request: Request) -> None:
+        now = self._clock()
+        if self._tracer:
+            self._tracer.submitted(request, now)
         try:
-            self._scheduler.submit(request, self._clock())
+            self._scheduler.submit(request, now)
         except StreamEngineError as error:
             finish = Finish("error", error.code, error.message)
-            self._deltas.append(Delta(request=request.id, finish=finish))
+            self._deltas += [Delta(request=request.id, index=index, finish=finish) for index in range(request.n)]
+            if self._tracer:
+                self._tracer.aborted(request.id, error.code, now)
 
-    def _abort(self, request: int, cause: str) -> None:
-        delta = self._scheduler.abort(request, cause)
-        if delta is not None:
-            self._deltas.append(delta)
+    def _abort(self, request: int, cause: str, index: int | None = None) -> None:
+        if self._tracer:
+            self._tracer.aborted(request, cause, self._clock(), index)
+        self._deltas += self._scheduler.abort(request, cause, index)
 
     def _launch(self) -> None:
         """Plan and submit until as many steps are in flight as the runner takes."""
         while len(self._in_flight) < self._runner.depth:
-            step = self._scheduler.plan(self._clock())
+            self._debug_books()
+            now = self._clock()
+            step = self._scheduler.plan(now)
             if step is None:
                 return
+            if self._tracer:
+                self._tracer.planned(step, now)
+            self._step_rows.observe(len(step.rows))
+            self._step_tokens.observe(sum(len(row.tokens) for row in step.rows))
             try:
                 self._in_flight.append((step, self._runner.submit(step)))
             except Exception as error:
@@ -193,13 +256,27 @@ class _Core:
             self._fail(step, error)
         else:
             self._failures = 0
-            self._deltas += self._scheduler.commit(step, result)
+            self._step_s.observe(result.seconds)
+            self._note(step, result.seconds, self._scheduler.commit(step, result))
 
     def _fail(self, step: Step, error: Exception) -> None:
         _logger.error("step %d raised", step.number, exc_info=error)
         self._failures += 1
         self._failed_steps += 1
-        self._deltas += self._scheduler.fail(step, EngineFailure.code, _one_line(error))
+        self._note(step, None, self._scheduler.fail(step, EngineFailure.code, _one_line(error)))
+
+    def _note(self, step: Step, seconds: float | None, deltas: list[Delta]) -> None:
+        self._deltas += deltas
+        if self._tracer:
+            self._tracer.landed(step, seconds, deltas, self._clock())
+
+    def _debug_books(self) -> None:
+        """With ``debug``: what is read of a freed page is NaN, and the books balance between any two steps."""
+        if self._debug:
+            self._scheduler.check()
+            freed = self._scheduler.drain_freed()
+            if poison := getattr(self._runner, "poison", None):
+                poison(freed)
 
     def _flush(self) -> None:
         if self._deltas:
@@ -208,7 +285,14 @@ class _Core:
 
     def _statistics(self) -> dict[str, float]:
         runner = {f"runner_{name}": value for name, value in self._runner.statistics().items()}
-        return {**self._scheduler.statistics(), "failed_steps": self._failed_steps, **runner}
+        return {
+            **self._scheduler.statistics(),
+            "failed_steps": self._failed_steps,
+            **self._step_s.statistics("step_s"),
+            **self._step_rows.statistics("step_rows"),
+            **self._step_tokens.statistics("step_tokens"),
+            **runner,
+        }
 
 
 def _one_line(error: Exception) -> str:

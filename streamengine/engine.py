@@ -18,7 +18,8 @@ import anyio
 import anyio.to_thread
 
 from compiled.step import KVSpec, ModelSpec
-from streamengine.answer import Answer, Answers
+from streamengine.answer import Answer, Answers, open_choices
+from streamengine.bell import Reply
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
 from streamengine.intake import Asked, Generate, Intake
@@ -37,9 +38,8 @@ from streamengine.link import (
     ToCore,
 )
 from streamengine.log import Log
-from streamengine.request import MAX_SEED, Request
-from streamengine.stream import Result, Stream
-from streamengine.text import Detokenizer
+from streamengine.request import MAX_SEED
+from streamengine.stream import Result, Stream, read_choices
 from streamengine.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Generate", "Result", "Status", "Stream"]
@@ -64,7 +64,7 @@ class Engine:
         progress: is called with each start-up message.
 
     Raises:
-        StartupError: on entering, when the core cannot start.
+        StartupError: on entering, when the core cannot start; `EngineFailure` when it died of that.
     """
 
     model: ModelSpec
@@ -91,6 +91,8 @@ class Engine:
         self._restart = restart
         self._tell = progress
         self._phase: Literal["starting", "ready", "failed", "closed"] = "starting"
+        self._started = False
+        """This core has been ready; ``_was_ready``: some core has."""
         self._was_ready = False
         self._draining = False
         self._stopping = False
@@ -103,7 +105,7 @@ class Engine:
         self._submitted = 0
         self._refused: Counter[str] = Counter()
         self._rearm = anyio.Event()
-        self._asked: _Reply | None = None
+        self._asked: Reply | None = None
         self._block: AbstractAsyncContextManager[Engine]
 
     # life
@@ -156,37 +158,36 @@ class Engine:
         """The log of a new answer.
 
         Raises:
-            RequestError: see `Intake`.
+            RequestError: see `Intake`; `UnsupportedFeature` for more than one answer.
             Unavailable: too many requests are here already, or the engine is starting or draining.
             EngineFailure: the core is dead.
         """
-        submitted = anyio.current_time()
-        try:
-            with self._admitted():
-                prompt = await self._intake.read(generate)
-            self._check_ready()  # it may have changed meanwhile
-            self._submitted += 1
-            seed = secrets.randbelow(MAX_SEED + 1)
-            request = self._intake.request(self._submitted, prompt, generate.sampling, seed)
-        except StreamEngineError as error:
-            self._refused[error.code] += 1
-            raise
-        return self._send(request, generate, submitted)
+        (log,) = await self._submit(generate, single=True)
+        return log
+
+    async def submit_all(self, generate: Generate) -> list[Log]:
+        """The logs of all answers that a request draws, ``best_of`` or else ``n``. Raises what `submit` does."""
+        return await self._submit(generate, single=False)
 
     def abort(self, log: Log, cause: str = "client") -> None:
-        """End an answer. Its log ends when its pages are free. Never blocks; one that has ended stays so."""
+        """End a request, with all its answers. Its logs end when its pages are free. Never blocks; what has
+        ended stays so."""
         # Finalizers call this, in whatever thread: no more than a look and a post.
         self._post(*self._answers.abort(log, cause))
 
     def stream(self, prompt: str | None = None, **asked: Unpack[Asked]) -> Stream:
-        """An answer as it comes; the arguments are the fields of `Generate`."""
+        """An answer as it comes; the arguments are the fields of `Generate`. One answer: for more, `generate`."""
         generate = Generate(prompt=prompt, **asked)
         return Stream(lambda: self.submit(generate), self.abort)
 
     async def generate(self, prompt: str | None = None, **asked: Unpack[Asked]) -> Result:
-        """A whole answer, asked for as in `stream`. A cancelled scope ends it in the core as well."""
-        async with self.stream(prompt, **asked) as stream:
-            return await stream.result()
+        """A whole answer, or ``n``, asked for as in `stream`. A cancelled scope ends it in the core as well."""
+        generate = Generate(prompt=prompt, **asked)
+        logs = await self.submit_all(generate)
+        try:
+            return await read_choices(logs, generate.sampling)
+        finally:
+            self.abort(logs[0])
 
     async def statistics(self) -> dict[str, float]:
         """A snapshot of the core's counts and, with ``engine_`` before the name, of the engine's own.
@@ -197,7 +198,7 @@ class Engine:
         if self._phase != "ready" or self._link is None:
             raise self._refusal()
         if self._asked is None:
-            self._asked = _Reply()
+            self._asked = Reply()
             self._link.post(AskStatistics())
         core = await self._asked.wait()
         return {
@@ -205,7 +206,7 @@ class Engine:
             "engine_open": len(self._answers),
             "engine_preparing": self._preparing,
             "engine_submitted": self._submitted,
-            **{f"engine_ended_{reason}": count for reason, count in self._answers.ended.items()},
+            **{f"engine_{name}": value for name, value in self._answers.statistics().items()},
             **{f"engine_refused_{code}": count for code, count in self._refused.items()},
         }
 
@@ -224,6 +225,24 @@ class Engine:
         finally:
             self._preparing -= 1
 
+    async def _submit(self, generate: Generate, single: bool) -> list[Log]:
+        submitted = anyio.current_time()
+        try:
+            with self._admitted():
+                prompt = await self._intake.read(generate, single=single)
+            self._check_ready()  # it may have changed meanwhile
+            self._submitted += 1
+            request = self._intake.request(self._submitted, prompt, generate, secrets.randbelow(MAX_SEED + 1))
+        except StreamEngineError as error:
+            self._refused[error.code] += 1
+            raise
+        choices = open_choices(request, generate.sampling, self._intake.tokenizer, submitted)
+        answer = Answer(request.id, choices, submitted, generate.queue_s, generate.total_s)
+        self._post(Submit(request))  # first: what cannot be posted is not here either
+        self._answers.add(answer)
+        self._rearm.set()
+        return answer.logs
+
     def _check_ready(self) -> None:
         if self.status != "ready":
             raise self._refusal()
@@ -237,15 +256,6 @@ class Engine:
             case "draining" | "closed":
                 return ShuttingDown("the engine is shutting down")
         return Unavailable("the engine is starting")
-
-    def _send(self, request: Request, generate: Generate, submitted: float) -> Log:
-        log = Log("st_" + secrets.token_urlsafe(16), len(request.prompt))
-        detokenizer = Detokenizer(self._intake.tokenizer.decode, request.prompt, generate.sampling.stop)
-        answer = Answer(request.id, log, detokenizer, submitted, generate.queue_s, generate.total_s)
-        self._answers.add(answer)
-        self._post(Submit(request))
-        self._rearm.set()
-        return log
 
     def _post(self, *messages: ToCore) -> None:
         if self._link is not None:
@@ -282,11 +292,11 @@ class Engine:
     async def _keep_core(self) -> None:
         try:
             while True:
+                self._started = False
                 failure = await self._run_core()
-                if isinstance(failure, StartupError) and self._was_ready:
+                if self._was_ready and not self._started:
                     failure = EngineFailure(f"the core could not be started again: {failure.message}")
-                    break
-                if self._stopping or not self._restart or isinstance(failure, StartupError):
+                if self._stopping or not self._restart or not self._started:
                     break
                 logger.error("%s; starting another", failure)
             if not self._stopping:
@@ -333,16 +343,17 @@ class Engine:
                     case Failed(_, message):
                         break
         except LinkClosed as error:
-            message = f"the core died: {error}"
+            how = error if link.obituary is None else await link.obituary()
+            return EngineFailure(f"the core died{'' if self._started else ' while it started'}: {how}")
         except StartupError as error:
             return error
-        return EngineFailure(message) if self._phase == "ready" else StartupError(message)
+        return EngineFailure(message) if self._started else StartupError(message)
 
     async def _become_ready(self, ready: Ready) -> None:
         tokenizer = await anyio.to_thread.run_sync(self._load_tokenizer, ready.model.folder)
         self.model, self.kv, self.ledger = ready.model, ready.kv, ready.ledger
-        self._intake = Intake(ready.model, ready.kv, tokenizer)
-        self._phase, self._was_ready = "ready", True
+        self._intake = Intake(self.config, ready.model, ready.kv, tokenizer)
+        self._phase, self._started, self._was_ready = "ready", True, True
         self._change()
 
     def _fail_all(self, error: StreamEngineError) -> None:
@@ -374,21 +385,3 @@ class Engine:
         if self._asked is not None:
             self._asked.set(values)
             self._asked = None
-
-
-class _Reply:
-    """Statistics that were asked for, for everybody who waits for them."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-        self._values: dict[str, float] | StreamEngineError = {}
-
-    def set(self, values: dict[str, float] | StreamEngineError) -> None:
-        self._values = values
-        self._event.set()
-
-    async def wait(self) -> dict[str, float]:
-        await self._event.wait()
-        if isinstance(self._values, StreamEngineError):
-            raise self._values
-        return self._values

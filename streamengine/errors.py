@@ -16,18 +16,26 @@ StreamEngineError
 
 from typing import ClassVar
 
+MAX_MESSAGE = 300
+
+
+def shorten(text: str, most: int = MAX_MESSAGE) -> str:
+    """``text`` without its middle, where it is too long: an error may quote what a client sent, and a message is
+    not to be as long as that."""
+    return text if len(text) <= most else f"{text[: most - 93]} … {text[-90:]}"
+
 
 class StreamEngineError(Exception):
-    """Base of all. ``param`` names the field at fault; ``details`` holds the numbers."""
+    """Base of all. ``message`` is short; ``param`` names the field at fault; ``details`` holds the numbers."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None, **details: int | float | str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = shorten(message)
+        super().__init__(self.message)
+        self.param = None if param is None else param[:100]
         self.details = details
 
 

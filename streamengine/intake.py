@@ -4,24 +4,37 @@ Refuses here, before the core sees anything, whatever a request can be refused f
 up the event loop: what takes longer than a few milliseconds runs in a worker thread.
 """
 
-from collections.abc import Callable, Sequence
-from math import isfinite
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from operator import index
+from typing import Annotated, Any, TypedDict
 
 import anyio
 import anyio.to_thread
 import msgspec
+from msgspec import Meta
 
-from compiled.step import KVSpec, ModelSpec
-from streamengine.errors import ContextLengthExceeded, InvalidRequest
-from streamengine.request import Request, SamplingParams
-from streamengine.tokenizer import Tokenizer, check_text, read_messages
+from compiled.step import KVSpec, ModelSpec, Sampling
+from streamengine.checks import settle, shown
+from streamengine.config import EngineConfig
+from streamengine.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from streamengine.request import Request
+from streamengine.sampling import SamplingParams
+from streamengine.tokenizer import Tokenizer, read_messages
 
 INLINE_CHARACTERS = 4096
-INLINE_MESSAGES = 32
-"""Above either, tokenizing takes more than about a millisecond."""
+"""Above, tokenizing takes more than about a millisecond. What a template takes for messages nobody knows."""
 
 WORKER_THREADS = 2
+
+MAX_PRIORITY = 100
+"""Either way. Ageing makes up for it in `EngineConfig.priority_ageing_s` times so much."""
+
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+MAX_PROMPT_LOGPROBS_BYTES = 32 * 1024 * 1024
+LOGPROB_BYTES = 200
+"""What one log-probability with its token costs in memory."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +46,26 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: taken as they are.
         queue_s: seconds until the first step at most; then the request ends in `QueueTimeout`.
         total_s: seconds until the end at most; then it is cancelled, with the cause ``timeout``.
+        priority: a higher one goes first; waiting raises it.
+        tenant: on whose behalf. Tenants share the engine fairly and see nothing of each other's cached prefixes.
+
+    Raises:
+        InvalidRequest: a field of the wrong type or out of range; messages and ids are looked at by `Intake`.
     """
 
     prompt: str | None = None
     messages: Sequence[dict[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
     sampling: SamplingParams = SamplingParams()
-    queue_s: float | None = None
-    total_s: float | None = None
+    queue_s: Seconds | None = None
+    total_s: Seconds | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    tenant: Annotated[str, Meta(max_length=256)] = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling must be SamplingParams, not {shown(self.sampling)}", param="sampling")
+        settle(self, InvalidRequest)
 
 
 class Asked(TypedDict, total=False):
@@ -51,6 +76,16 @@ class Asked(TypedDict, total=False):
     sampling: SamplingParams
     queue_s: float | None
     total_s: float | None
+    priority: int
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What was tokenized: the prompt, and the words that may not be in the answer."""
+
+    ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Intake:
@@ -60,71 +95,138 @@ class Intake:
     KV cache if that is smaller (the last token is never written to it).
     """
 
-    def __init__(self, model: ModelSpec, kv: KVSpec, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, model: ModelSpec, kv: KVSpec, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._kv = kv
         self.limit = min(model.max_model_len, (kv.pages - 1) * kv.page_size + 1)
         self.tokenizer = tokenizer
         self._vocab_size = model.vocab_size
         self._eos = model.eos_token_ids
         self._limiter = anyio.CapacityLimiter(WORKER_THREADS)
 
-    async def read(self, generate: Generate) -> tuple[int, ...]:
-        """The prompt's ids.
+    async def read(self, generate: Generate, *, single: bool) -> Prompt:
+        """Check what can be checked without the prompt, and tokenize.
 
         Raises:
-            InvalidRequest: no or more than one kind of prompt, an empty one, ids outside of the vocabulary,
-                an impossible deadline or stop, or messages that the template refuses.
+            InvalidRequest: no or more than one kind of prompt, an empty one, ids outside of the vocabulary, more
+                answers than `EngineConfig` allows, or messages that the template refuses.
             ContextLengthExceeded: no token of an answer would fit behind it.
-            UnsupportedFeature: messages with parts that are no text.
+            UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is.
         """
-        _check_deadline("queue_s", generate.queue_s)
-        _check_deadline("total_s", generate.total_s)
-        for stop in generate.sampling.stop:
-            check_text(stop, "stop")
-        self._check_ids(generate.sampling.stop_token_ids, "stop_token_ids")
+        self._check_answers(generate.sampling, single)
+        self._check_vocabulary(generate.sampling)
         name = _the_one_given(generate)
-        value = getattr(generate, name)
-        if name == "token_ids":
-            return self._read_ids(value)
-        work: Callable[[Any], tuple[int, ...]] = self._read_prompt if name == "prompt" else self._read_messages
-        if _is_short(value):
-            return work(value)
-        return await anyio.to_thread.run_sync(work, value, limiter=self._limiter)
+        value, words = getattr(generate, name), generate.sampling.bad_words
 
-    def request(self, number: int, prompt: tuple[int, ...], sampling: SamplingParams, seed: int) -> Request:
+        def work() -> Prompt:
+            ids = getattr(self, f"_read_{name}")(value)
+            return Prompt(ids, self._read_bad_words(words))
+
+        short = name == "token_ids" or (isinstance(value, str) and len(value) <= INLINE_CHARACTERS)
+        if short and sum(map(len, words)) <= INLINE_CHARACTERS // 4:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+    def request(self, number: int, prompt: Prompt, generate: Generate, seed: int) -> Request:
         """The request for a prompt of `read`; ``seed`` is used where none was asked for.
 
         Raises:
             ContextLengthExceeded: prompt and answer together do not fit.
+            InvalidRequest: no token could be drawn, or the log-probabilities of the prompt are too many.
+            UnsupportedFeature: guessing tokens where the draw depends on what was drawn before.
         """
-        room = self.limit - len(prompt)
-        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-        if max_tokens > room:
-            raise ContextLengthExceeded(
-                f"a prompt of {len(prompt)} tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens} tokens; "
-                f"the context holds {self.limit}",
-                param="max_tokens",
-                prompt_tokens=len(prompt),
-                max_tokens=max_tokens,
-                limit=self.limit,
+        params = generate.sampling
+        ends = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
+        sampling = params.resolve(seed, ends, prompt.bad_words)
+        _check_choice_is_left(sampling, self._vocab_size)
+        _check_prompt_logprobs(params, len(prompt.ids))
+        plain = not (sampling.needs_history or params.beam_width)
+        if params.speculate and not plain:
+            raise UnsupportedFeature(
+                "speculate cannot be combined with penalties, bad_words or min_tokens", param="speculate"
             )
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
+        speculate = self._config.speculate_tokens if params.speculate is None else params.speculate
         return Request(
             id=number,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling.resolve(seed),
-            stop_token_ids=tuple(sorted(ends)),
+            prompt=prompt.ids,
+            max_tokens=self._max_tokens(params, len(prompt.ids)),
+            sampling=sampling,
+            stop_token_ids=ends,
+            n=params.answers,
+            beam_width=params.beam_width,
+            length_penalty=params.length_penalty,
+            speculate=speculate if plain else 0,
+            prompt_logprobs=params.prompt_logprobs,
+            tenant=generate.tenant,
+            priority=generate.priority,
         )
 
-    def _read_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+    def _max_tokens(self, params: SamplingParams, prompt: int) -> int:
+        """What was asked for, or what fits: the context, or the KV cache if the answers fill that before."""
+        room, asked = self.limit - prompt, params.max_tokens
+        if asked is not None and asked > room:
+            raise ContextLengthExceeded(
+                f"a prompt of {prompt} tokens and max_tokens {asked} make {prompt + asked} tokens; "
+                f"the context holds {self.limit}",
+                param="max_tokens",
+                prompt_tokens=prompt,
+                max_tokens=asked,
+                limit=self.limit,
+            )
+        if asked is not None:
+            return asked
+        # Answers to one prompt share its pages but the one of its last token; each has its own from there on.
+        answers, size = max(params.answers, params.beam_width), self._kv.page_size
+        shared, rest = divmod(prompt - 1, size)
+        room = min(room, (self._kv.pages - 1 - shared) // answers * size - rest)
+        if room < max(params.min_tokens, 1):
+            name = "beam_width" if params.beam_width else "n" if params.best_of is None else "best_of"
+            raise ContextLengthExceeded(
+                f"a prompt of {prompt} tokens leaves room for {max(room, 0)} tokens in each of {answers} answers",
+                param="min_tokens" if room > 0 else name,
+                prompt_tokens=prompt,
+                answers=answers,
+                room=max(room, 0),
+            )
+        return room
+
+    def _check_answers(self, params: SamplingParams, single: bool) -> None:
+        for name, most in (("max_n", self._config.max_n), ("max_num_seqs", self._config.max_num_seqs)):
+            for field in ("n", "best_of", "beam_width"):
+                value = getattr(params, field)
+                if value is not None and value > most:
+                    raise InvalidRequest(f"{field} must be at most {name} {most}, not {value}", param=field)
+        if single and params.answers > 1:
+            field = "n" if params.n > 1 else "best_of"
+            raise UnsupportedFeature(f"{field} above 1 cannot be streamed: use generate()", param=field)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
+        self._check_ids(tuple(params.bias_by_id), "logit_bias")
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                self._check_ids(word, "bad_words")
+
+    def _read_bad_words(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Each text as it begins a line and as it follows a space: two kinds of token in most vocabularies."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not isinstance(word, str):
+                found[tuple(word)] = None
+                continue
+            bare = word.lstrip()
+            for text in (bare, f" {bare}") if bare else (word,):
+                found[self._accept(self.tokenizer.encode_part(text), "bad_words")] = None
+        return tuple(found)
+
+    def _read_token_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not ids:
             raise InvalidRequest("token_ids must be a list of at least one id", param="token_ids")
         self._check_room(len(ids), "token_ids")
-        self._check_ids(ids, "token_ids")
-        return tuple(ids)
+        return self._check_ids(ids, "token_ids")
 
-    def _read_prompt(self, text: object) -> tuple[int, ...]:
-        text = check_text(text, "prompt")
+    def _read_prompt(self, text: str) -> tuple[int, ...]:
         if not text:
             raise InvalidRequest("prompt must not be empty", param="prompt")
         self._check_characters(len(text), "prompt")
@@ -142,8 +244,7 @@ class Intake:
         if not ids:
             raise InvalidRequest(f"{name} gives no token", param=name)
         self._check_room(len(ids), name)
-        self._check_ids(ids, name)
-        return tuple(ids)
+        return self._check_ids(ids, name)
 
     def _check_characters(self, characters: int, name: str) -> None:
         """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
@@ -158,15 +259,22 @@ class Intake:
                 limit=self.limit,
             )
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        for token in ids:
-            if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise InvalidRequest(
-                    f"{name} holds {token!r}, which is no token: ids are 0 to {self._vocab_size - 1}",
-                    param=name,
-                    token=token,
-                    vocab_size=self._vocab_size,
-                )
+    def _check_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+        """Exact ints: see `checks`."""
+        exact = tuple(token if type(token) is int else _exact_id(token) for token in ids)
+        if exact and not 0 <= min(exact) <= max(exact) < self._vocab_size:
+            wrong = next(i for i, token in enumerate(exact) if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                f"{name} holds {shown(ids[wrong])}, which is no token: ids are 0 to {self._vocab_size - 1}",
+                param=name,
+                token=exact[wrong],
+                vocab_size=self._vocab_size,
+            )
+        return exact
+
+
+def _exact_id(token: object) -> int:
+    return -1 if isinstance(token, bool) or not isinstance(token, Integral) else index(token)
 
 
 def _the_one_given(generate: Generate) -> str:
@@ -180,19 +288,27 @@ def _the_one_given(generate: Generate) -> str:
     return given[0]
 
 
-def _is_short(value: object) -> bool:
-    if isinstance(value, str):
-        return len(value) <= INLINE_CHARACTERS
-    if not isinstance(value, Sequence) or len(value) > INLINE_MESSAGES:
-        return False
-    contents = [message.get("content") for message in value if isinstance(message, dict)]
-    return sum(len(content) if isinstance(content, str) else INLINE_CHARACTERS for content in contents) < (
-        INLINE_CHARACTERS
-    )
+def _check_choice_is_left(sampling: Sampling, vocab_size: int) -> None:
+    """Some token must stay possible, whatever has been drawn before."""
+    refused = {word[-1] for word in sampling.bad_words} | set(sampling.barred_token_ids)
+    allowed = set(sampling.allowed_token_ids)
+    if allowed <= refused if allowed else len(refused) >= vocab_size:
+        names = ("bad_words", sampling.bad_words), ("min_tokens", sampling.barred_token_ids)
+        by = " and ".join(name for name, given in names if given)
+        raise InvalidRequest(
+            f"allowed_token_ids leave no token that {by} could not take away", param="allowed_token_ids"
+        )
 
 
-def _check_deadline(name: str, seconds: float | None) -> None:
-    if seconds is None:
+def _check_prompt_logprobs(params: SamplingParams, prompt: int) -> None:
+    if params.prompt_logprobs is None:
         return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds) or seconds <= 0:
-        raise InvalidRequest(f"{name} must be a number of seconds above 0, not {seconds!r}", param=name)
+    size = prompt * (params.prompt_logprobs + 1) * LOGPROB_BYTES
+    if size > MAX_PROMPT_LOGPROBS_BYTES:
+        raise InvalidRequest(
+            f"prompt_logprobs {params.prompt_logprobs} of {prompt} tokens need {size} bytes, "
+            f"at most {MAX_PROMPT_LOGPROBS_BYTES}",
+            param="prompt_logprobs",
+            bytes=size,
+            limit=MAX_PROMPT_LOGPROBS_BYTES,
+        )

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import anyio
@@ -36,6 +37,10 @@ class LinkClosed(Exception):
     """The other end is gone, or this one was closed."""
 
 
+class LinkBroken(LinkClosed):
+    """What came is no message: the two ends do not mean the same, or the stream is out of step."""
+
+
 # engine → core
 
 
@@ -50,10 +55,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End ``request`` now. Unknown or finished ids are ignored: races are normal."""
+    """End ``request`` now, or only its answer ``index``. Unknown or finished ones are ignored: races are normal."""
 
     request: int
     cause: str
+    index: int | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -116,7 +122,7 @@ class _Frames(Generic[Message]):
         """All messages that ``data`` completes. No data is the stream's end.
 
         Raises:
-            LinkClosed: at the end of the stream, or when it is out of step.
+            LinkClosed: at the end of the stream; `LinkBroken` where it makes no sense.
         """
         if not data:
             raise LinkClosed("closed in the middle of a frame" if self._bytes else "closed by the other end")
@@ -126,23 +132,30 @@ class _Frames(Generic[Message]):
         while len(self._bytes) - begin >= _PREFIX.size:
             (length,) = _PREFIX.unpack_from(self._bytes, begin)
             if length > MAX_FRAME_BYTES:
-                raise LinkClosed(f"a frame of {length} bytes: the stream is out of step")
+                raise LinkBroken(f"a frame of {length} bytes: the stream is out of step")
             end = begin + _PREFIX.size + length
             if len(self._bytes) < end:
                 break
             try:
                 messages += self._decoder.decode(bytes(self._bytes[begin + _PREFIX.size : end]))
             except msgspec.MsgspecError as error:
-                raise LinkClosed(f"a frame that cannot be decoded: {error}") from error
+                raise LinkBroken(f"a frame that cannot be decoded: {error}") from error
             begin = end
         del self._bytes[:begin]
         return messages
 
 
-def _pack(messages: list[ToCore] | list[FromCore]) -> bytes:
+def _pack(messages: list[msgspec.Raw]) -> bytes:
     body = msgspec.msgpack.encode(messages)
-    assert len(body) <= MAX_FRAME_BYTES, f"a frame of {len(body)} bytes"
     return _PREFIX.pack(len(body)) + body
+
+
+def _encode(message: ToCore | FromCore) -> msgspec.Raw:
+    """Raises `TypeError`, `ValueError` or `OverflowError` for what cannot travel."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES - 8:  # the list around it
+        raise ValueError(f"a message of {len(body)} bytes")
+    return msgspec.Raw(body)
 
 
 def link_pair() -> tuple[socket.socket, socket.socket]:
@@ -186,7 +199,7 @@ class CoreLink:
             LinkClosed: the engine's end is closed.
         """
         try:
-            self._sock.sendall(_pack([message]))
+            self._sock.sendall(_pack([_encode(message)]))
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
@@ -197,11 +210,14 @@ class CoreLink:
 class FrontLink:
     """The engine's end: one task reads (`receive`), one writes (`run_writer`), anybody posts."""
 
+    obituary: Callable[[], Awaitable[str]] | None = None
+    """Says of a core that is gone how it ended. Given by whoever started it."""
+
     def __init__(self, stream: anyio.abc.ByteStream) -> None:
         self._stream = stream
         self._frames: _Frames[FromCore] = _Frames(list[FromCore])
         self._inbox: deque[FromCore] = deque()
-        self._outbox: deque[ToCore] = deque()
+        self._outbox: deque[msgspec.Raw] = deque()
         self._posted = anyio.Event()
         self._thread = threading.get_ident()
         self._closed = False
@@ -212,28 +228,29 @@ class FrontLink:
         return cls(await anyio.abc.UNIXSocketStream.from_socket(sock))
 
     def post(self, *messages: ToCore) -> None:
-        """Append to the outbox, in order. Never blocks or raises; after the end it does nothing.
+        """Append to the outbox, in order. Never blocks; after the end it does nothing.
 
+        A message that cannot be encoded is the poster's error, and nobody else's: see `_encode`.
         Safe in a finalizer, which the garbage collector may run in any thread. An event must not be set
         from another thread, so such a message leaves with the next one that this thread posts or receives.
         An abort, the one message that finalizers post, is for a request that is about to send deltas.
         """
         if self._closed:
             return
-        self._outbox.extend(messages)
+        self._outbox.extend([_encode(message) for message in messages])
         if threading.get_ident() == self._thread:
             self._posted.set()
 
     async def run_writer(self) -> None:
-        """Write what is posted, whatever is there in one frame. Returns when the link has ended; why is
+        """Write what is posted, in frames of whatever is there. Returns when the link has ended; why is
         for `receive` to say. Cancelling it may leave half a frame behind, so close the link afterwards."""
         while not self._closed:
             await self._posted.wait()
             self._posted = anyio.Event()
-            messages: list[ToCore] = []
             while self._outbox:
-                messages.append(self._outbox.popleft())
-            if messages:
+                messages, size = [self._outbox.popleft()], 0
+                while self._outbox and (size := size + len(memoryview(messages[-1]))) < _CHUNK_BYTES:
+                    messages.append(self._outbox.popleft())
                 try:
                     await self._stream.send(_pack(messages))
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError):

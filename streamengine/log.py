@@ -61,13 +61,29 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequence: str | None = None
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A natural logarithm of a probability that the model gave: before penalties, temperature and the rest.
+
+    ``bytes`` are what the token writes by itself and ``text`` is that as text, with U+FFFD for parts of
+    characters. ``rank`` is 1 for the likeliest. ``top`` are the likeliest tokens, best first.
+    """
+
+    token: int
+    text: str
+    bytes: bytes
+    logprob: float
+    rank: int
+    top: tuple["TokenLogprob", ...] = ()
+
+
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A contiguous slice of a stream: entries ``seq - n + 1 .. seq``."""
+    """A contiguous slice of a stream: entries ``seq - n + 1 .. seq``. ``logprobs`` are empty unless asked for."""
 
     seq: int
     n: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Log:
@@ -84,8 +100,14 @@ class Log:
         self.outcome: Outcome | None = None
         self.error: StreamEngineError | None = None
         self.error_usage: Usage | None = None
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the prefix cache."""
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's second token and so on; empty unless asked for."""
+        self.beam_score: float | None = None
         self._texts: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._crc32 = 0
         self._bytes = 0
         self._wakes: list[Wake] = []
@@ -106,18 +128,28 @@ class Log:
         return list(self._tokens)
 
     @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """One for each token; empty unless asked for."""
+        return list(self._logprobs)
+
+    @property
     def usage(self) -> Usage:
         """So far; final once the log has ended."""
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=len(self._tokens))
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self._tokens),
+            cached_tokens=self.cached_tokens,
+        )
 
     @property
     def check(self) -> tuple[int, int]:
         """``(bytes, crc32)`` of the whole text in UTF-8: a reader proves with it that nothing was lost."""
         return self._bytes, self._crc32
 
-    def append(self, entries: Sequence[tuple[int, str]]) -> None:
-        """Add ``(token id, text)`` entries. Wakes nobody: see `wake`."""
+    def append(self, entries: Sequence[tuple[int, str]], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Add ``(token id, text)`` entries, with a log-probability for each or none. Wakes nobody: see `wake`."""
         assert not self.ended, "an entry after the terminal"
+        self._logprobs += logprobs
         for token, text in entries:
             self._tokens.append(token)
             self._texts.append(text)
@@ -156,7 +188,11 @@ class Log:
 
     def _slice(self, begin: int, end: int) -> TextDelta:
         return TextDelta(
-            seq=end, n=end - begin, text="".join(self._texts[begin:end]), token_ids=tuple(self._tokens[begin:end])
+            seq=end,
+            n=end - begin,
+            text="".join(self._texts[begin:end]),
+            token_ids=tuple(self._tokens[begin:end]),
+            logprobs=tuple(self._logprobs[begin:end]),
         )
 
 
@@ -242,6 +278,10 @@ class Stopwatch:
             itl_p99_ms=self._percentile(0.99) * 1000 if gaps else None,
             itl_max_ms=self._longest * 1000 if gaps else None,
         )
+
+    def gaps(self) -> list[tuple[float, int]]:
+        """``(seconds between two tokens, how often)``."""
+        return [(_middle(bucket), count) for bucket, count in self._buckets.items()]
 
     def _gap(self, seconds: float, count: int) -> None:
         if count:

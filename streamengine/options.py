@@ -6,14 +6,15 @@ engine and of the server can also be set in the environment, as ``STREAMENGINE_`
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import typer
 
 from streamengine.config import EngineConfig, ServerConfig
-from streamengine.request import SamplingParams
+from streamengine.errors import InvalidRequest
+from streamengine.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -25,31 +26,51 @@ class Group:
     help: Mapping[str, str]
     names: Mapping[str, str]
     environment: bool = True
+    parse: Mapping[str, Callable[[list[str]], Any]] = field(default_factory=dict)
+    """Fields that a repeated string is made into."""
 
     def parameters(self) -> list[inspect.Parameter]:
         hints = get_type_hints(self.value)
-        fields = {field.name: field for field in msgspec.structs.fields(self.value)}
+        fields = {info.name: info for info in msgspec.structs.fields(self.value)}
         return [self._parameter(fields[name], hints[name]) for name in self.help]
 
     def build(self, given: dict[str, Any]) -> msgspec.Struct:
         """Take this group's options out of ``given``. Raises the value's own error for what is out of range."""
-        chosen = {name: given.pop(name) for name in self.help}
-        return self.value(**{name: tuple(it) if isinstance(it, list) else it for name, it in chosen.items()})
+        chosen = {name: self.parse.get(name, _frozen)(given.pop(name)) for name in self.help}
+        return self.value(**chosen)
 
-    def _parameter(self, field: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
+    def _parameter(self, info: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
         option = typer.Option(
-            self.names.get(field.name, "--" + field.name.replace("_", "-")),
-            help=self.help[field.name],
-            envvar=f"STREAMENGINE_{field.name.upper()}" if self.environment else None,
+            self.names.get(info.name, "--" + info.name.replace("_", "-")),
+            help=self.help[info.name],
+            envvar=f"STREAMENGINE_{info.name.upper()}" if self.environment else None,
             show_envvar=False,
             rich_help_panel=self.panel,
         )
-        default = field.default
-        if isinstance(default, tuple):
+        default = info.default
+        if info.name in self.parse:
+            hint, default = list[str], []
+        elif isinstance(default, tuple):
             hint, default = list[hint.__args__[0]], list(default)
         return inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
+            info.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option]
         )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _biases(given: list[str]) -> dict[int | str, float] | None:
+    """``ID=BIAS``, each."""
+    biases: dict[int | str, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            biases[token] = float(bias)
+        except ValueError:
+            raise InvalidRequest(f"logit_bias must be ID=BIAS, not {text!r}", param="logit_bias") from None
+    return biases or None
 
 
 ENGINE = Group(
@@ -67,9 +88,19 @@ ENGINE = Group(
         "max_num_seqs": "Requests that run at once.",
         "max_num_batched_tokens": "Token budget of a step; longer prompts go in by chunks.",
         "max_queue": "Requests that may wait; one more is refused.",
+        "enable_prefix_caching": "Use the pages of prompts that were computed before again.",
+        "prefix_quota": "Share of the pool that one tenant's prefixes may hold while others have some.",
+        "long_prefill_token_threshold": "Prompt tokens of one request in one step; by default the whole budget.",
+        "target_itl_ms": "Prompts go in by chunks so small that running answers get a token this often.",
+        "priority_ageing_s": "Seconds of waiting that count as one priority.",
+        "max_n": "Answers that one request may draw.",
+        "speculate_tokens": "Tokens guessed per step from a request's own text; 0 is off.",
+        "debug": "Poison freed pages and check every invariant after each step: slow.",
+        "trace": "File that records what the scheduler saw and decided.",
+        "trace_text": "Record token ids as well, not lengths only.",
         "offline": "Never look anything up on the network.",
     },
-    {"eager": "--eager", "offline": "--offline"},
+    {"eager": "--eager", "debug": "--debug", "trace_text": "--trace-text", "offline": "--offline"},
 )
 
 SAMPLING = Group(
@@ -77,17 +108,40 @@ SAMPLING = Group(
     "Sampling",
     {
         "max_tokens": "Answer tokens at most; by default as many as the context holds.",
+        "min_tokens": "Before so many, nothing but max_tokens ends the answer.",
         "temperature": "0 is greedy.",
         "top_k": "0 is off.",
         "top_p": "1 is off.",
         "min_p": "0 is off.",
+        "typical_p": "1 is off.",
+        "repetition_penalty": "On tokens of prompt and answer; 1 is off.",
+        "presence_penalty": "On tokens of the answer; 0 is off.",
+        "frequency_penalty": "On tokens of the answer, as often as they are there; 0 is off.",
+        "logit_bias": "ID=BIAS is added to a token's logit; may be repeated.",
+        "bad_words": "A text that is not written; may be repeated.",
+        "allowed_token_ids": "An id that may be drawn, and no others; may be repeated.",
         "seed": "The same seed gives the same tokens; by default one is drawn.",
         "stop": "A string that ends the answer and is not part of it; may be repeated.",
         "stop_token_ids": "An id that ends the answer; may be repeated.",
+        "include_stop_str_in_output": "What ended the answer is part of it.",
         "ignore_eos": "Go on after the model's end-of-sequence token.",
+        "logprobs": "Log-probabilities of each token and of so many likeliest ones.",
+        "prompt_logprobs": "The same of the prompt.",
+        "n": "Answers to the prompt.",
+        "best_of": "Draw so many and give the n likeliest.",
+        "beam_width": "Search the likeliest answers with so many beams; 0 is off.",
+        "length_penalty": "A beam's score is divided by its length to this power.",
+        "speculate": "Tokens guessed per step from the request's own text; by default the engine's setting.",
     },
-    {"stop_token_ids": "--stop-token-id", "ignore_eos": "--ignore-eos"},
+    {
+        "bad_words": "--bad-word",
+        "allowed_token_ids": "--allowed-token-id",
+        "stop_token_ids": "--stop-token-id",
+        "include_stop_str_in_output": "--include-stop-str-in-output",
+        "ignore_eos": "--ignore-eos",
+    },
     environment=False,
+    parse={"bad_words": tuple, "logit_bias": _biases},
 )
 
 SERVER = Group(

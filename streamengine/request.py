@@ -4,113 +4,30 @@ Hop values: `Request` travels from the engine to the core, `Delta` back. `Sequen
 own mutable record and never leaves it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 import msgspec
 
-from compiled.step import Sampling
-from streamengine.errors import InvalidRequest
-
-GREEDY_BELOW = 1e-5
-"""A temperature under this is greedy: dividing by it would overflow float32."""
+from compiled.step import Logprob, Sampling
+from streamengine.prefix import Chain
+from streamengine.speculation import Lookup
 
 MAX_SEED = 2**63 - 1
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1000
-MAX_STOP_TOKEN_IDS = 64
-"""Each sampled token is compared with all of them."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an answer is drawn and where it ends. Validated here, before anything reaches the core.
-
-    Args:
-        max_tokens: answer tokens at most; ``None`` is as many as the context holds.
-        temperature: 0 is greedy.
-        top_k: 0 or -1 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
-        seed: the same seed gives the same tokens, whatever else the engine does; ``None`` draws one.
-        stop: strings that end the answer and are not part of it.
-        stop_token_ids: ids that end the answer.
-        ignore_eos: go on after the model's end-of-sequence token.
-
-    Raises:
-        InvalidRequest: with ``param`` naming the field.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
-        _list("stop", self.stop, str, MAX_STOPS)
-        for stop in self.stop:
-            if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-                raise InvalidRequest(
-                    f"a stop string must have 1 to {MAX_STOP_LENGTH} characters, not {len(stop)}", param="stop"
-                )
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos must be true or false", param="ignore_eos")
-        _list("stop_token_ids", self.stop_token_ids, int, MAX_STOP_TOKEN_IDS)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
-
-    def resolve(self, seed: int) -> Sampling:
-        """The sampler's view; ``seed`` is used where none was asked for."""
-        greedy = self.temperature < GREEDY_BELOW
-        return Sampling(
-            temperature=0.0 if greedy else self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=seed if self.seed is None else self.seed,
-        )
-
-
-def _integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, not {value!r}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be {low} to {high}, not {value}", param=name)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, not {value!r}", param=name)
-    # Put so that NaN, which compares false with everything, is refused as well.
-    if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(f"{name} must be {'above ' if above else ''}{low:g} to {high:g}, not {value}", param=name)
-
-
-def _list(name: str, value: object, of: type, most: int) -> None:
-    if not isinstance(value, tuple | list) or not all(isinstance(item, of) for item in value):
-        raise InvalidRequest(f"{name} must be a list of {'strings' if of is str else 'integers'}", param=name)
-    if len(value) > most:
-        raise InvalidRequest(f"{name} holds {len(value)} entries, at most {most}", param=name)
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engine → core. Token ids only; every number is already within the model's limits.
 
     ``id`` is unique for the life of the core. ``stop_token_ids`` are all ids that end the answer, the model's
     end-of-sequence ids among them unless the user ignores those.
+
+    ``n`` answers are drawn, told apart by `Delta.index`; the i-th draws with ``seed + i``. With ``beam_width`` the
+    answers are instead the ``n`` best of a beam search (``n <= beam_width``), told at the end, best first.
+    ``speculate`` is how many tokens may be guessed from the request's own text in a step. ``prompt_logprobs``
+    asks for the log-probability of each prompt token but the first, and of that many likeliest ones.
+    ``tenant`` separates prefixes and shares the engine fairly; a higher ``priority`` goes first.
     """
 
     id: int
@@ -118,6 +35,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    speculate: int = 0
+    prompt_logprobs: int | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -133,12 +57,17 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Core → engine: what one step did for one request.
+    """Core → engine: what one step did for one answer of one request.
 
     ``tokens`` are new answer tokens, the one that ended it included; ``computed`` counts the prompt
     tokens whose KV is there (it starts again from 0 after a preemption); ``queued_s`` is given once,
     with the request's first step. There is one for every row of a step and for every step of a request,
     so it travels as an array.
+
+    ``index`` says which of the request's ``n`` answers this is. ``cached`` is given once, with ``queued_s``: the
+    prompt tokens that were found in the prefix cache. ``logprobs`` match ``tokens``, ``prompt_logprobs``
+    follow each other from the prompt's second token on; both only where they were asked for.
+    ``beam_score`` comes with the finish of a beam search's answer.
     """
 
     request: int
@@ -146,6 +75,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     computed: int = 0
     queued_s: float | None = None
     finish: Finish | None = None
+    index: int = 0
+    cached: int = 0
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
+    beam_score: float | None = None
 
 
 class State(Enum):
@@ -171,7 +105,7 @@ LIFECYCLE: dict[State, dict[Event, State]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the scheduler: its tokens, its pages, and how much of it is computed.
+    """One answer of a request inside the scheduler: its tokens, its pages, and how much of it is computed.
 
     ::
 
@@ -182,7 +116,7 @@ class Sequence:
     ``computed`` counts the tokens whose KV is written or being written by a step in flight; ``pending``
     counts sampled tokens that a step in flight is about to deliver, so they are known to exist.
     A step gives it tokens until ``computed`` catches up with ``known``. ``pages`` is the page table.
-    ``queued_s`` is the time from arrival to the first step, until it has been told.
+    ``queued_s`` is the time from arrival to the first step, until it has been told, ``cached`` likewise.
     """
 
     request: Request
@@ -193,7 +127,38 @@ class Sequence:
     pending: int = 0
     pages: tuple[int, ...] = ()
     queued_s: float | None = None
+    cached: int = 0
     preemptions: int = 0
+    index: int = 0
+    rank: tuple[float, ...] = ()
+    """The smaller the more important; of one request by ``index``."""
+    sampling: Sampling = field(init=False)
+    needs_history: bool = field(init=False)
+    reach: int = field(init=False)
+    """Tokens whose KV it can ever need: the last answer token is never computed."""
+    most_pages: int = 0
+    """Pages for all those."""
+    since: int = 0
+    """Number of the step that it was admitted with: what older steps did is not in its pages."""
+    unborn: int = 0
+    """Forks that it is still to have; their seats are kept."""
+    copy_from: int | None = None
+    """A fork's: the page that is to be copied to its own last one, held until then."""
+    lockstep: bool = False
+    """Its next token is planned only when the ones before it are there: for guesses and beams."""
+    scored: int = 0
+    """Prompt tokens whose log-probability was told, the first one aside, which has none."""
+    chain: Chain | None = None
+    lookup: Lookup | None = None
+    total: float = 0.0
+    """A beam's: the sum of its answer's log-probabilities."""
+    top: tuple[tuple[int, float], ...] = ()
+    """A beam's: likeliest next tokens, until all beams of its request have theirs."""
+
+    def __post_init__(self) -> None:
+        self.sampling = self.request.sampling
+        self.needs_history = self.sampling.needs_history
+        self.reach = len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
     def known(self) -> int:
@@ -202,11 +167,6 @@ class Sequence:
     @property
     def answered(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def reach(self) -> int:
-        """Tokens whose KV it can ever need: the last answer token is never computed."""
-        return len(self.request.prompt) + self.request.max_tokens - 1
 
     def apply(self, event: Event) -> None:
         """Move along `LIFECYCLE`. Raises KeyError on a move that the table does not have: our bug."""

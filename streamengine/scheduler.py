@@ -2,39 +2,48 @@
 
 There is no prefill or decode phase. A sequence has `known` and `computed` tokens, and every step gives some
 sequences some tokens so that computed catches up with known; a row whose tokens reach known samples.
-Chunked prefill and resumption after a preemption are nothing but that.
+Chunked prefill, a prefix that was found in the cache, resumption after a preemption and a guess that was wrong
+are nothing but that.
 
-A plan serves running sequences first, in the order of their arrival, then admits waiting ones in the same
-order; nobody overtakes. So everyone who runs is older than everyone who waits, and when pages are short the
-youngest gives way: it loses its pages, waits at the front, and is computed again later. That it keeps the
-same tokens is up to the sampler, whose random numbers depend on seed and position alone.
+Those who run are ranked: priority with age first, then arrival. A plan serves them in this order, then admits from
+the `WaitingQueue`; nobody overtakes the one whose turn it is. When pages are short the last in rank gives way:
+it loses its pages, waits in front of its priority, and is computed again later. That it keeps the same
+tokens is up to the sampler, whose random numbers depend on seed and position alone.
 
-Progress: a sequence is never preempted for a younger one, and `submit` refuses what the pool could not hold
-alone, so the oldest runs in every step. Three rules keep preemption rare and never circular:
+Progress: ranks never change, a sequence is never preempted for one behind it, and `submit` refuses what the pool
+could not hold alone, so the first in rank of those who run has tokens in every step, and when nobody runs the one
+whose turn it is does. Three rules keep preemption rare and never circular:
 
 - whoever is admitted takes the pages of its whole known sequence at once, so a prompt never runs short halfway;
-- an admission leaves one free page for each running sequence that still grows, itself included. With
-  one token a step nobody needs a second page before ``page_size`` steps have gone by, so for that long
-  a resumed sequence is safe. A step that preempts admits nobody: its victim, now in front, had no more
-  pages than it needs again, and one is gone. (Whoever is alone needs no reserve: `submit` has checked.)
-- the youngest one, short of a page itself, keeps what it has and sits the step out: its pages are given
-  up when an older sequence wants one, not before.
+- an admission leaves one free page for each running sequence that still grows, itself and forks to come included.
+  With one token a step nobody needs a second page before ``page_size`` steps have gone by, so for that
+  long a resumed sequence is safe; guesses take no page of this reserve. A step that is short of pages admits
+  nobody: its victim had no more than it needs again, and one is gone. (Whoever is alone needs no reserve.)
+- the last in rank, short of a page itself, keeps what it has and sits the step out: its pages are given
+  up when somebody before it wants one, not before.
+
+A waiting request of a higher priority does not wait behind a lower one that runs: where seats or pages are short
+it takes those of the last in rank, once that has had ``page_size`` steps.
 
 One step may be in flight while the next one is planned. Whatever was submitted runs in that order, so pages
 may be handed on at once: a late write of a finished or preempted sequence lands before its successor's.
 """
 
-from collections import Counter, deque
-from itertools import chain
+from collections import Counter
+from itertools import takewhile
+
+import msgspec
 
 from compiled.step import Row, Step, StepResult
-from streamengine.errors import ContextLengthExceeded, Overloaded
+from streamengine.books import Books
+from streamengine.errors import Overloaded
 from streamengine.kv import KVPool
-from streamengine.request import Delta, Event, Finish, Request, Sequence, State
-
-_PLACEHOLDER = 0
-_STOP_TOKEN = Finish("stop", "stop_token")
-_MAX_TOKENS = Finish("length", "max_tokens")
+from streamengine.limits import check_fit
+from streamengine.pace import Pace
+from streamengine.prefix import Entry
+from streamengine.request import Delta, Finish, Request, Sequence, State
+from streamengine.rows import Plan, accept, delta_of, scores_of
+from streamengine.speculation import Lookup
 
 
 class Scheduler:
@@ -46,46 +55,61 @@ class Scheduler:
         max_num_batched_tokens: tokens of one step.
         max_model_len: prompt + answer in tokens.
         max_queue: requests beyond ``max_num_seqs`` that may wait.
+        long_prefill_token_threshold: prompt tokens of one sequence in one step; ``None``: all that the step holds.
+        pace: limits the prompt tokens of a step in which somebody decodes.
+        ageing_s: seconds of waiting that are worth one level of priority.
+        window: see `KVSpec`.
     """
 
     def __init__(
-        self, pool: KVPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_queue: int
+        self,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_queue: int,
+        long_prefill_token_threshold: int | None = None,
+        pace: Pace | None = None,
+        ageing_s: float = 60.0,
+        window: int | None = None,
     ) -> None:
         self._pool = pool
+        self._books = Books(pool, ageing_s, window)
+        self._running, self._waiting = self._books.running, self._books.waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._max_queue = max_queue
-        self._sequences: dict[int, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
-        self._steps = 0
-        self._preemptions = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
-        self._finished: Counter[str] = Counter()
+        self._threshold = long_prefill_token_threshold or max_num_batched_tokens
+        self._pace = pace
+        self._planned: dict[int, list[Sequence]] = {}
+        self._generations: dict[int, list[list[int]]] = {}
+        self._steps = self._generated_tokens = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._books.requests)
 
     @property
     def unfinished(self) -> list[int]:
         """Ids of all requests that wait or run, oldest first."""
-        return list(self._sequences)
+        return list(self._books.requests)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue ``request``, which arrived at ``now`` (seconds).
 
         Raises:
+            InvalidRequest: more answers than may run at once.
             ContextLengthExceeded: it could not finish even if it were alone.
             Overloaded: the queue is full.
         """
-        assert request.id not in self._sequences, f"request {request.id} is already here"
+        assert request.id not in self._books.requests, f"request {request.id} is already here"
         assert request.prompt and request.max_tokens >= 1, f"request {request.id} asks for nothing"
-        sequence = Sequence(request, arrival=now, tokens=list(request.prompt))
-        self._check_fit(sequence)
-        unfinished = len(self._sequences)
+        sequence = self._books.enter(request, now)
+        check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len)
+        unfinished = len(self._books.requests)
         if unfinished >= self._max_num_seqs + self._max_queue:
             raise Overloaded(
                 f"{unfinished} requests are running or waiting; at most {self._max_num_seqs} run and "
@@ -94,20 +118,20 @@ class Scheduler:
                 max_num_seqs=self._max_num_seqs,
                 max_queue=self._max_queue,
             )
-        self._sequences[request.id] = sequence
-        self._waiting.append(sequence)
+        self._books.queue(sequence)
 
-    def abort(self, request_id: int, cause: str) -> Delta | None:
-        """End a request in whatever state it is; None when it is unknown or has ended already."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return None
-        return self._end([sequence], Finish("cancelled", cause))[0]
+    def abort(self, request_id: int, cause: str, index: int | None = None) -> list[Delta]:
+        """End all answers of a request in whatever state it is; none when it is unknown or has ended already.
+
+        With ``index`` only that answer ends, where it has begun. The beams of a search end together.
+        """
+        return self._end(request_id, Finish("cancelled", cause), index)
 
     def fail(self, step: Step, code: str, message: str) -> list[Delta]:
         """End exactly the requests of a step that raised."""
-        sequences = [self._sequences[row.request] for row in step.rows if row.request in self._sequences]
-        return self._end(sequences, Finish("error", code, message))
+        self._generations.pop(step.number, None)
+        ids = dict.fromkeys(sequence.request.id for sequence in self._planned.pop(step.number))
+        return [delta for id in ids for delta in self._end(id, Finish("error", code, message))]
 
     # plan
 
@@ -116,210 +140,257 @@ class Scheduler:
 
         At most one earlier step may still be uncommitted.
         """
-        rows: list[Row] = []
-        budget = self._plan_running(rows)
-        if budget and self._waiting:
-            self._plan_waiting(rows, budget, now)
-        if not rows:
+        self._books.let_go()
+        self._make_way()
+        prefill = self._max_num_batched_tokens
+        if self._pace is not None and any(s.known - s.computed == 1 for s in self._running):
+            prefill = self._pace.prefill_budget
+        plan = Plan(self._max_num_batched_tokens, prefill, self._threshold)
+        preemptions = self._counts["preemptions"]
+        self._plan_running(plan)
+        if self._waiting and self._counts["preemptions"] == preemptions:
+            self._plan_waiting(plan, now)
+        if not plan.rows:
             return None
         self._steps += 1
-        return Step(self._steps, tuple(rows))
+        self._planned[self._steps] = plan.sequences
+        self._books.hold_copied(tuple(source for source, _ in plan.copies))
+        for parent in plan.parents:
+            self._books.bear(parent)
+        if self._pool.debug:
+            self._generations[self._steps] = [self._pool.generations(row.pages) for row in plan.rows]
+        return Step(self._steps, tuple(plan.rows), tuple(plan.copies))
 
-    def _plan_running(self, rows: list[Row]) -> int:
-        """Append the rows of running sequences; returns what is left of the budget."""
-        budget = self._max_num_batched_tokens
+    def _plan_running(self, plan: Plan) -> None:
         running, page_size = self._running, self._pool.page_size
+        # Where somebody could still come in, the budget is rather his.
+        may_guess = not self._waiting or self._books.seats >= self._max_num_seqs
         index = 0
-        while budget and index < len(running):  # preemption shortens it, behind `index`
+        while plan.left > 0 and index < len(running):  # preemption shortens it, behind `index`
             sequence = running[index]
             index += 1
-            computed = sequence.computed
-            if computed >= sequence.reach:
-                continue  # all its tokens are in flight
-            end = min(sequence.known, computed + budget)
-            if end > len(sequence.pages) * page_size and not self._grow(sequence, end):
-                break
-            rows.append(_advance(sequence, end))
-            budget -= end - computed
-        return budget
+            start = sequence.computed
+            need = len(sequence.tokens) + sequence.pending - start
+            if not need or start >= sequence.reach or (sequence.lockstep and sequence.pending):
+                continue  # all that can be computed is in flight, or waits for what is
+            drafts: tuple[int, ...] = ()
+            if need > 1:
+                need = plan.chunk(need, len(running) - index)
+            elif may_guess and sequence.lookup is not None:
+                drafts = self._draft(sequence, sequence.lookup, plan.left - 1 - len(running) + index)
+            end = start + need
+            if need and (end <= len(sequence.pages) * page_size or self._grow(sequence, end)):
+                plan.add(sequence, end, page_size, drafts)
+
+    def _draft(self, sequence: Sequence, lookup: Lookup, budget: int) -> tuple[int, ...]:
+        """Guesses behind its last token, into pages that it has or that nobody will miss."""
+        known = sequence.computed + 1
+        drafts = lookup.draft(sequence.tokens, min(sequence.request.speculate, budget, sequence.reach - known))
+        missing = self._pool.pages_for(known + len(drafts)) - len(sequence.pages)
+        if missing > 0 and missing + len(self._running) <= self._pool.available:
+            sequence.pages += tuple(self._pool.take(missing) or ())
+        return drafts[: max(0, len(sequence.pages) * self._pool.page_size - known)]
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Give it pages for ``tokens``, at the cost of younger ones; False when it is the youngest."""
+        """Give it pages for ``tokens``, at the cost of those behind it; False when it is the last in rank."""
         missing = self._pool.pages_for(tokens) - len(sequence.pages)
         while (pages := self._pool.take(missing)) is None:
-            if self._running[-1] is sequence:
+            # The last in rank is behind the one being planned, so it has no row in this step to be taken back.
+            last = self._running[-1]
+            if last is sequence or (last.request is sequence.request and last.request.beam_width):
                 return False
-            self._preempt_youngest()
+            self._preempt()
         sequence.pages += tuple(pages)
         return True
 
-    def _preempt_youngest(self) -> None:
-        # It is behind the sequence being planned, so it has no row in this step to be taken back. A token
-        # that a step in flight samples for it is still awaited: it was computed while the pages were its own.
-        victim = self._running.pop()
-        victim.apply(Event.PREEMPT)
-        self._pool.free(victim.pages)
-        victim.pages = ()
-        victim.computed = 0
-        victim.preemptions += 1
-        self._waiting.appendleft(victim)
-        self._preemptions += 1
+    def _preempt(self) -> None:
+        self._books.preempt()
+        self._counts["preemptions"] += 1
 
-    def _plan_waiting(self, rows: list[Row], budget: int, now: float) -> None:
-        """Admit from the front of the queue while budget, seats and pages last."""
-        pool, running, waiting = self._pool, self._running, self._waiting
-        if len(running) >= self._max_num_seqs:
+    def _make_way(self) -> None:
+        """Preempt for a waiting request of a higher priority, if that gets it in."""
+        head, running = self._waiting.peek(), self._running
+        if head is None or head.pending or not running or not self._gives_way(running[-1], head):
             return
-        reserve = sum(len(sequence.pages) < pool.pages_for(sequence.reach) for sequence in running)
-        while budget and waiting and len(running) < self._max_num_seqs:
-            sequence = waiting[0]
+        lower = list(takewhile(lambda sequence: self._gives_way(sequence, head), reversed(running)))
+        seats = self._books.seats - len(lower) - sum(sequence.unborn for sequence in lower)
+        pages = self._pool.available + sum(len(sequence.pages) for sequence in lower)
+        if seats + head.unborn >= self._max_num_seqs or pages < self._pool.pages_for(len(head.tokens)):
+            return
+        while running and self._gives_way(running[-1], head) and self._room(head) is None:
+            self._preempt()
+
+    def _gives_way(self, sequence: Sequence, head: Sequence) -> bool:
+        return (
+            sequence.request.priority < head.request.priority
+            and sequence.rank > head.rank
+            and self._steps - sequence.since >= self._pool.page_size
+        )
+
+    def _plan_waiting(self, plan: Plan, now: float) -> None:
+        """Admit whose turn it is while budget, seats and pages last."""
+        page_size = self._pool.page_size
+        while plan.left > 0 and (sequence := self._waiting.peek()) is not None:
             if sequence.pending:
                 break  # preempted, and the token in flight may be its last
-            needed = pool.pages_for(len(sequence.tokens))
-            reserve += needed < pool.pages_for(sequence.reach)
-            if running and needed + reserve > pool.available:
+            found = self._room(sequence)
+            size = plan.chunk(len(sequence.tokens) - len(found or ()) * page_size)
+            if found is None or not size:
                 break
-            pages = pool.take(needed)
-            assert pages is not None, f"request {sequence.request.id} does not fit an empty pool"
-            waiting.popleft()
-            running.append(sequence)
-            sequence.apply(Event.ADMIT)
-            sequence.pages = tuple(pages)
+            self._books.admit(found, self._steps + 1)
             if sequence.preemptions == 0:
-                sequence.queued_s = now - sequence.arrival
-                self._prompt_tokens += len(sequence.request.prompt)
-            end = min(len(sequence.tokens), budget)
-            rows.append(_advance(sequence, end))
-            budget -= end
+                sequence.queued_s, sequence.cached = now - sequence.arrival, sequence.computed
+                prompt = len(sequence.request.prompt)
+                self._counts["prompt_tokens"] += prompt
+                self._waiting.serve(sequence.request.tenant, prompt - sequence.computed, 0)
+            plan.add(sequence, sequence.computed + size, page_size)
+
+    def _room(self, sequence: Sequence) -> list[Entry] | None:
+        """What the prefix cache has of it; None when there is no seat, or are no pages, for it now."""
+        pool, running = self._pool, self._running
+        if self._books.seats + 1 + sequence.unborn > self._max_num_seqs:
+            return None
+        found = self._books.find(sequence)
+        pages = pool.pages_for(len(sequence.tokens))
+        needed = pages - len(found) + sum(pool.is_idle(entry.page) for entry in found)
+        reserve = sum(self._books.growth(other, len(other.pages)) for other in running)
+        reserve += self._books.growth(sequence, pages)
+        return None if running and needed + reserve > pool.available else found
 
     # commit
 
     def commit(self, step: Step, result: StepResult) -> list[Delta]:
-        """Take in what a step computed: one delta per row, except for requests that ended meanwhile."""
-        assert step.number == result.number, f"step {step.number} was answered by {result.number}"
-        sequences = self._sequences
+        """Take in what a step computed: one delta per row, except for requests that ended meanwhile.
+
+        Of a beam search its prompt's rows, and its answers when it is over.
+        """
+        number = step.number
+        assert number == result.number, f"step {number} was answered by {result.number}"
+        self._books.let_go()
+        sequences = self._planned.pop(number)
+        if self._pool.debug:
+            self._check_generations(step, sequences)
+        if self._pace is not None:
+            self._measure(self._pace, step, result)
         deltas: list[Delta] = []
         ended: list[Sequence] = []
-        for row, tokens in zip(step.rows, result.tokens, strict=True):
-            sequence = sequences.get(row.request)
-            if sequence is None:
+        searched: dict[int, Request] = {}
+        served: dict[str, int] = {}
+        for place, (sequence, row) in enumerate(zip(sequences, step.rows, strict=True)):
+            if sequence.state is State.FINISHED:
                 continue
-            finish = None
-            if row.sampling is not None:
-                sequence.pending -= 1
-                tokens, finish = _accept(sequence, tokens)
-                self._generated_tokens += len(tokens)
-                if finish is not None:
-                    ended.append(sequence)
-                    self._finished[finish.reason] += 1
-            deltas.append(_delta(sequence, row.start + len(row.tokens), tokens, finish))
+            request = sequence.request
+            delta = self._take_in(sequence, row, result, place)
+            served[request.tenant] = served.get(request.tenant, 0) + len(delta.tokens)
+            if delta.finish is not None:
+                ended.append(sequence)
+                self._counts[f"finished_{delta.finish.reason}"] += 1
+            if request.beam_width:
+                searched[request.id] = request
+            if not request.beam_width or not sequence.answered:
+                deltas.append(delta)
         if ended:
-            self._remove(ended)
+            self._books.remove(ended)
+        self._serve(served)
+        for request in searched.values():
+            deltas += self._search(request)
         return deltas
 
-    def _end(self, sequences: list[Sequence], finish: Finish) -> list[Delta]:
-        self._finished[finish.reason] += len(sequences)
-        deltas = [_delta(sequence, sequence.computed, (), finish) for sequence in sequences]
-        self._remove(sequences)
-        return deltas
+    def _take_in(self, sequence: Sequence, row: Row, result: StepResult, place: int) -> Delta:
+        """What a row did, if it is not a beam's behind the prompt."""
+        page_size = self._pool.page_size
+        resident = sequence.since <= result.number and sequence.state is State.RUNNING
+        sampled = result.tokens[place]
+        tokens, end, finish = accept(sequence, row, sampled, resident)
+        if resident and end // page_size > row.start // page_size:
+            self._books.land(sequence, end)
+        logprobs = result.logprobs[place] if result.logprobs else ()
+        if sequence.request.beam_width and sampled and resident:
+            sequence.top = logprobs[0].top
+        if row.drafts:
+            self._counts["draft_tokens"] += row.drafts
+            self._counts["accepted_tokens"] += end - row.start - len(row.tokens) + row.drafts
+        if row.targets:
+            scores = scores_of(sequence, row, result.scores[place])
+            return delta_of(sequence, end, tokens, finish, logprobs[: len(tokens)], scores)
+        return delta_of(sequence, end, tokens, finish, logprobs[: len(tokens)])
 
-    def _remove(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.state is State.WAITING:
-                self._waiting.remove(sequence)
-            sequence.apply(Event.FINISH)
-            self._pool.free(sequence.pages)
-            sequence.pages = ()
-            del self._sequences[sequence.request.id]
-        self._running = [sequence for sequence in self._running if sequence.state is State.RUNNING]
+    def _serve(self, tokens: dict[str, int]) -> None:
+        for tenant, count in tokens.items():
+            self._generated_tokens += count
+            if count:
+                self._waiting.serve(tenant, 0, count)
+
+    def _search(self, request: Request) -> list[Delta]:
+        """The next round of a beam search, once all of its beams are there; its answers when it was the last."""
+        beams = self._books.requests.get(request.id, [])
+        if not beams or not all(beam.top for beam in beams) or self._books.branch(request):
+            return []
+        best = self._books.searches[request.id].finished[: request.n]
+        self._books.remove(beams)
+        self._counts.update(f"finished_{hypothesis.finish.reason}" for hypothesis in best)
+        self._serve({request.tenant: sum(len(hypothesis.tokens) for hypothesis in best)})
+        return [
+            Delta(
+                request=request.id,
+                tokens=hypothesis.tokens,
+                computed=len(request.prompt),
+                finish=hypothesis.finish,
+                index=index,
+                beam_score=hypothesis.score,
+            )
+            for index, hypothesis in enumerate(best)
+        ]
+
+    def _end(self, request_id: int, finish: Finish, index: int | None = None) -> list[Delta]:
+        """End all answers of a request that have not ended; with ``index`` that one, if it goes its own way by now."""
+        self._books.let_go()
+        sequences = self._books.requests.get(request_id, [])
+        if index is not None and request_id not in self._books.searches:
+            sequences = [sequence for sequence in sequences if sequence.index == index and not sequence.unborn]
+        if not sequences:
+            return []
+        first = sequences[0]
+        whole = first.request.beam_width or first.unborn
+        indices = range(first.request.n) if whole else [sequence.index for sequence in sequences]
+        told = delta_of(first, first.computed, finish=finish)
+        others = [Delta(request=request_id, computed=told.computed, index=i, finish=finish) for i in indices[1:]]
+        self._books.remove(sequences)
+        self._counts[f"finished_{finish.reason}"] += len(indices)
+        return [msgspec.structs.replace(told, index=indices[0]), *others]
+
+    def _measure(self, pace: Pace, step: Step, result: StepResult) -> None:
+        decode = sum(row.sampling is not None and len(row.tokens) == 1 + row.drafts for row in step.rows)
+        tokens = sum(len(row.tokens) for row in step.rows if row.sampling is None or len(row.tokens) > 1 + row.drafts)
+        pace.measured(result.seconds, decode, tokens)
 
     # inspection
 
+    def drain_freed(self) -> list[int]:
+        """See `KVPool.drain_freed`."""
+        return self._pool.drain_freed()
+
     def check(self) -> None:
         """Prove that sequences, queues and pages agree."""
-        self._pool.check()
-        running, waiting = self._running, self._waiting
-        assert {s.request.id for s in chain(running, waiting)} == set(self._sequences), "a sequence is lost"
-        assert len(running) + len(waiting) == len(self._sequences), "a sequence is in two places"
-        arrivals = [s.arrival for s in chain(running, waiting)]
-        assert arrivals == sorted(arrivals), "somebody was overtaken"
-        for s in waiting:
-            assert s.state is State.WAITING and not s.pages and s.computed == 0, f"{s} waits"
-        for s in running:
-            assert s.state is State.RUNNING and 0 < s.computed <= s.known <= s.reach + 1, f"{s} runs"
-            covered = len(s.pages) * self._pool.page_size
-            assert s.computed <= covered < s.reach + self._pool.page_size, f"{s} has {covered} slots"
-        tables = [page for s in running for page in s.pages]
-        assert len(set(tables)) == len(tables), "a page has two owners"
-        assert len(tables) == self._pool.capacity - self._pool.available, "a page is held by nobody"
+        self._books.check(self._max_num_seqs)
+
+    def _check_generations(self, step: Step, sequences: list[Sequence]) -> None:
+        """No page was handed on while it was in a page table, as far as it is still there."""
+        for sequence, row, planned in zip(sequences, step.rows, self._generations.pop(step.number), strict=True):
+            now = self._pool.generations(row.pages)
+            for page, kept, then, generation in zip(row.pages, sequence.pages, planned, now, strict=False):
+                assert kept != page or then == generation, f"{sequence} lost page {page} and did not know"
 
     def statistics(self) -> dict[str, float]:
-        """Counts; those of tokens and requests never go down, except ``running`` and ``waiting``."""
+        """Counts that never go down, except ``running``, ``waiting…`` and ``…_pages…``. Ends are those of answers."""
+        names = ("preemptions", "prompt_tokens", "draft_tokens", "accepted_tokens")
+        ends = [f"finished_{reason}" for reason in ("stop", "length", "cancelled", "error")]
         return {
             "running": len(self._running),
-            "waiting": len(self._waiting),
             "steps": self._steps,
-            "preemptions": self._preemptions,
-            "prompt_tokens": self._prompt_tokens,
             "generated_tokens": self._generated_tokens,
-            **{f"finished_{reason}": self._finished[reason] for reason in ("stop", "length", "cancelled", "error")},
+            **{name: self._counts[name] for name in (*names, *ends)},
+            **self._waiting.statistics(),
+            **(self._pace.statistics() if self._pace else {}),
             **self._pool.statistics(),
         }
-
-    def _check_fit(self, sequence: Sequence) -> None:
-        prompt, max_tokens = len(sequence.request.prompt), sequence.request.max_tokens
-        asked = f"a prompt of {prompt} tokens and max_tokens {max_tokens}"
-        if prompt + max_tokens > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"{asked} make {prompt + max_tokens} tokens; the context holds {self._max_model_len}",
-                param="max_tokens",
-                tokens=prompt + max_tokens,
-                max_model_len=self._max_model_len,
-            )
-        pages, capacity = self._pool.pages_for(sequence.reach), self._pool.capacity
-        if pages > capacity:
-            raise ContextLengthExceeded(
-                f"{asked} need {pages} KV pages of {self._pool.page_size} tokens; there are {capacity}",
-                param="max_tokens",
-                pages=pages,
-                capacity=capacity,
-            )
-
-
-def _advance(sequence: Sequence, end: int) -> Row:
-    """The row that computes ``sequence`` up to ``end``."""
-    start, known = sequence.computed, sequence.known
-    tokens = tuple(sequence.tokens[start:end])
-    pending = end > len(sequence.tokens)
-    if pending:
-        assert end == len(sequence.tokens) + 1, "two steps in flight while a third is planned"
-        tokens += (_PLACEHOLDER,)
-    sequence.computed = end
-    if end < known:
-        return Row(sequence.request.id, tokens, start, sequence.pages)
-    sequence.pending += 1
-    return Row(sequence.request.id, tokens, start, sequence.pages, sequence.request.sampling, pending)
-
-
-def _accept(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:
-    """Append sampled tokens up to the one that ends the answer. A stop token wins over the length."""
-    request = sequence.request
-    for count, token in enumerate(tokens, 1):
-        sequence.tokens.append(token)
-        if token in request.stop_token_ids:
-            return tokens[:count], _STOP_TOKEN
-        if sequence.answered >= request.max_tokens:
-            return tokens[:count], _MAX_TOKENS
-    return tokens, None
-
-
-def _delta(sequence: Sequence, computed: int, tokens: tuple[int, ...], finish: Finish | None) -> Delta:
-    queued_s, sequence.queued_s = sequence.queued_s, None
-    request = sequence.request
-    return Delta(
-        request=request.id,
-        tokens=tokens,
-        computed=min(computed, len(request.prompt)),
-        queued_s=queued_s,
-        finish=finish,
-    )

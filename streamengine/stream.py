@@ -1,10 +1,12 @@
-"""What `Engine.stream` gives: one answer as an object to iterate, to hold in ``async with``, or to await.
+"""What `Engine.stream` and `Engine.generate` give: one answer as an object to iterate, to hold in ``async with``,
+or to await; and whole answers.
 
-An object and no async generator: leaving the loop by ``break``, by an exception or by a cancelled scope
-drops the last reference, and aborting needs no ``await``. No task and no cancel scope is opened here.
+A `Stream` is an object and no async generator: leaving the loop by ``break``, by an exception or by a cancelled
+scope drops the last reference, and aborting needs no ``await``. No task and no cancel scope is opened here.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -12,13 +14,22 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from streamengine.log import Log, Reader, TextDelta, Timing, Usage
+from streamengine.bell import Bell
+from streamengine.log import Log, Reader, TextDelta, Timing, TokenLogprob, Usage
 from streamengine.request import FinishReason
+from streamengine.sampling import SamplingParams
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer. ``token_ids`` holds the id that ended it; ``text`` does not hold its text, nor the
-    ``stop_sequence``. ``cause`` says who cancelled it."""
+    ``stop_sequence``. ``cause`` says who cancelled it.
+
+    ``logprobs`` are those of ``token_ids``, ``prompt_logprobs`` those of the prompt from its second token on; both
+    are empty unless asked for. ``beam_score`` is that of a beam search.
+
+    Where more than one answer was drawn, ``choices`` holds the ``n`` asked for, the best first if they were ranked;
+    the fields here are those of the first, but ``usage`` counts the prompt once and every answer drawn.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -27,6 +38,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing
     stop_sequence: str | None = None
     cause: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    beam_score: float | None = None
+    choices: tuple["Result", ...] = ()
 
 
 class Stream:
@@ -48,7 +63,7 @@ class Stream:
         self._submit = submit
         self._abort = abort
         self._lock = anyio.Lock()
-        self._bell = _Bell()
+        self._bell = Bell()
         self._reader: Reader
 
     async def __aenter__(self) -> "Stream":
@@ -70,13 +85,15 @@ class Stream:
         """Everything that came since the last one, in one slice."""
         await anyio.lowlevel.checkpoint()
         log = await self._start()
-        while (delta := self._reader.take()) is None:
+        while True:
+            self._bell.rearm()
+            if (delta := self._reader.take()) is not None:
+                return delta
             if log.ended:
                 if log.error is not None:
                     raise log.error
                 raise StopAsyncIteration
             await self._bell.wait()
-        return delta
 
     @property
     def text(self) -> "TextStream":
@@ -85,27 +102,7 @@ class Stream:
 
     async def result(self) -> Result:
         """Wait for the end. Takes nothing from an iteration: the result is whole in any case."""
-        log = await self._start()
-        bell = _Bell()
-        reader = log.reader(bell)
-        try:
-            while not log.ended:
-                await bell.wait()
-        finally:
-            reader.close()
-        if log.outcome is None:
-            assert log.error is not None, "a log that ended has a terminal"
-            raise log.error
-        outcome = log.outcome
-        return Result(
-            text=log.text,
-            token_ids=tuple(log.token_ids),
-            finish_reason=outcome.finish_reason,
-            usage=outcome.usage,
-            timing=outcome.timing,
-            stop_sequence=outcome.stop_sequence,
-            cause=outcome.cause,
-        )
+        return await read_result(await self._start())
 
     async def cancel(self) -> Result:
         """End it now and wait until its pages are free; from any task. What came so far is the result."""
@@ -146,16 +143,51 @@ class TextStream:
         return text
 
 
-class _Bell:
-    """A wake-up to be used again and again, by one waiter."""
+async def read_result(log: Log) -> Result:
+    """Wait for the end of ``log``. Raises what it ended in, if that is an error."""
+    bell = Bell()
+    reader = log.reader(bell)
+    try:
+        while not log.ended:
+            bell.rearm()
+            await bell.wait()
+    finally:
+        reader.close()
+    if log.outcome is None:
+        assert log.error is not None, "a log that ended has a terminal"
+        raise log.error
+    outcome = log.outcome
+    return Result(
+        text=log.text,
+        token_ids=tuple(log.token_ids),
+        finish_reason=outcome.finish_reason,
+        usage=outcome.usage,
+        timing=outcome.timing,
+        stop_sequence=outcome.stop_sequence,
+        cause=outcome.cause,
+        logprobs=tuple(log.logprobs),
+        prompt_logprobs=tuple(log.prompt_logprobs),
+        beam_score=log.beam_score,
+    )
 
-    def __init__(self) -> None:
-        self._event = anyio.Event()
 
-    def set(self) -> None:
-        self._event.set()
+async def read_choices(logs: Sequence[Log], sampling: SamplingParams) -> Result:
+    """Wait for all answers of one request; the result of the whole. Raises what the first bad one ended in."""
+    drawn = [await read_result(log) for log in logs]
+    if len(drawn) == 1:
+        return drawn[0]
+    usage = Usage(
+        prompt_tokens=drawn[0].usage.prompt_tokens,
+        completion_tokens=sum(result.usage.completion_tokens for result in drawn),
+        cached_tokens=drawn[0].usage.cached_tokens,
+    )
+    if sampling.n < len(drawn):
+        drawn.sort(key=_mean_logprob, reverse=True)
+    choices = drawn[: sampling.n]
+    if sampling.logprobs is None:  # they were only needed for the order
+        choices = [msgspec.structs.replace(choice, logprobs=()) for choice in choices]
+    return msgspec.structs.replace(choices[0], usage=usage, choices=tuple(choices))
 
-    async def wait(self) -> None:
-        """Until it has rung since the last time."""
-        await self._event.wait()
-        self._event = anyio.Event()
+
+def _mean_logprob(result: Result) -> float:
+    return sum(item.logprob for item in result.logprobs) / len(result.logprobs) if result.logprobs else -inf

@@ -32,13 +32,23 @@ class Detokenizer:
         prompt: ids before the answer: context only, so that the first token gets its right leading space.
         stop: the answer ends before the first of these that is completed; of several completed by the same
             character, the longest. The text of ids pushed later is of no interest and is dropped.
+        min_tokens: a stop that is completed by an earlier token than this is text like any other.
+        include_stop: the stop itself is part of the answer.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._window = _Window(decode, prompt)
-        self._stops = _StopStrings(stop)
+        self._stops = _StopStrings(stop, include_stop)
+        self._before_stops = min_tokens
+        """Tokens to come before a stop counts, the one that completes it included."""
         self._waiting: list[Entry] = []
         self._ended = False
 
@@ -56,7 +66,8 @@ class Detokenizer:
         for token in tokens:
             if self._ended:
                 break
-            text = self._stops.feed(self._window.push(token))
+            self._before_stops -= 1
+            text = self._stops.feed(self._window.push(token), armed=self._before_stops <= 0)
             self._waiting.append((token, text))
             self._ended = self._stops.hit is not None
             entries += self._release()
@@ -70,7 +81,7 @@ class Detokenizer:
         if self._waiting:
             # Something is held, so the newest token is here to carry it.
             token, text = self._waiting[-1]
-            text += self._stops.feed(self._window.flush())
+            text += self._stops.feed(self._window.flush(), armed=self._before_stops <= 0)
             self._waiting[-1] = (token, text + self._stops.flush())
         if end_token is not None:
             self._waiting.append((end_token, ""))
@@ -174,7 +185,8 @@ def _clean_tail(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -
 class _StopStrings:
     """Finds the first completed stop string in a text that comes in parts: Knuth-Morris-Pratt for each."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._include = include
         self._stops = [(stop, _failure_table(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
         self._matched = [0] * len(self._stops)
         self._held = ""
@@ -184,16 +196,19 @@ class _StopStrings:
     def holds(self) -> bool:
         return bool(self._held)
 
-    def feed(self, text: str) -> str:
-        """The part of the text so far that can no longer belong to a stop string and was not given out yet."""
+    def feed(self, text: str, armed: bool) -> str:
+        """The part of the text so far that can no longer belong to a stop string and was not given out yet.
+
+        Stops that ``text`` completes count only if they are ``armed``.
+        """
         if not self._stops:
             return text
         before = len(self._held)
         text = self._held + text
         for end in range(before, len(text)):
-            if stop := self._step(text[end]):
+            if stop := self._step(text[end], armed):
                 self.hit, self._held = stop, ""
-                return text[: end + 1 - len(stop)]
+                return text[: end + 1 - (0 if self._include else len(stop))]
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep]
@@ -203,7 +218,7 @@ class _StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, character: str) -> str | None:
+    def _step(self, character: str, armed: bool) -> str | None:
         """Advance every stop by one character. The longest that is complete, if any."""
         hit = None
         for index, (stop, failure) in enumerate(self._stops):
@@ -212,8 +227,9 @@ class _StopStrings:
                 matched = failure[matched - 1]
             if stop[matched] == character:
                 matched += 1
-            self._matched[index] = matched
-            if matched == len(stop):
+            complete = matched == len(stop)
+            self._matched[index] = failure[-1] if complete else matched
+            if complete and armed:
                 # Sorted by length: the first is the longest. The answer ends, so the others' state is moot.
                 hit = stop
                 break

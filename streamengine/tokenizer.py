@@ -6,19 +6,33 @@ goes wrong inside is the request's fault, never the engine's.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from streamengine.checks import check_text
 from streamengine.errors import InvalidRequest, StartupError, UnsupportedFeature
+
+REPLACEMENT = "\ufffd"
+
+MAX_ROLE = 64
+"""Characters. Roles are the template's to know, but none is longer than a word."""
+
+MAX_TURNS = 100_000
+"""How often the loops and macros of a template may run in one rendering; conversations need a few per message."""
+
+MAX_REPEATED = 10_000
+TURN = "_turn"
 
 Message = dict[str, str]
 """A chat message as templates see it: ``role`` and ``content``."""
@@ -35,8 +49,16 @@ class Tokenizer(Protocol):
         """A prompt's ids, with the special tokens that this vocabulary puts around a text."""
         ...
 
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of a piece of text that stands in another, without special tokens."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens and ids outside the vocabulary have no text; broken characters are U+FFFD."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token writes, in UTF-8: perhaps a part of a character. Nothing for special tokens."""
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
@@ -46,6 +68,17 @@ class Tokenizer(Protocol):
             InvalidRequest: the template refuses them; its message is the error's.
         """
         ...
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character → byte of byte-level vocabularies: visible bytes stand for themselves, the others from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class FolderTokenizer:
@@ -58,14 +91,38 @@ class FolderTokenizer:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._tokenizer = tokenizer
         self._template = template
+        self._bytes: dict[int, bytes] = {}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
+    def encode_part(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        if (data := self._bytes.get(token)) is None:
+            data = self._bytes[token] = self._spell(token)
+        return data
+
+    def _spell(self, token: int) -> bytes:
+        text, piece = self.decode((token,)), self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if piece.startswith("▁"):
+            # Alone, a word of a sentence-piece vocabulary loses the space before it.
+            return b" " * (len(piece) - len(piece.lstrip("▁"))) + text.lstrip(" ").encode()
+        if REPLACEMENT not in text:
+            return text.encode()
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        if all(character in _BYTE_LEVEL for character in piece):
+            return bytes(_BYTE_LEVEL[character] for character in piece)
+        return text.encode()
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
@@ -78,45 +135,63 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` (the latter two optional).
 
     Raises:
-        StartupError: a file is missing or cannot be read, or the template has a syntax error.
+        StartupError: one of them is missing or broken; by its name.
     """
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    text = _read(path)
+    if text is None:
         raise StartupError(f"no tokenizer.json in {folder}", param="model")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
-        raise StartupError(f"cannot read {path}: {error}", param="model") from error
-    config = _read_config(Path(folder) / "tokenizer_config.json")
-    source = _template_source(Path(folder), config)
+        raise _broken(path, error) from error
+    path = Path(folder) / "tokenizer_config.json"
+    config = _read_config(path)
+    if (source := _read(alone := Path(folder) / "chat_template.jinja")) is not None:
+        path = alone
+    else:
+        source = _config_template(path, config.get("chat_template"))
     if source is None:
         return FolderTokenizer(tokenizer, None)
     try:
         return FolderTokenizer(tokenizer, ChatTemplate(source, _special_tokens(config)))
     except jinja2.TemplateSyntaxError as error:
-        raise StartupError(f"chat template of {folder}, line {error.lineno}: {error.message}", param="model") from error
+        raise _broken(path, f"chat template, line {error.lineno}: {error.message}") from error
+    except Exception as error:  # foreign code: nested too deep, for one
+        raise _broken(path, f"chat template: {type(error).__name__}") from error
+
+
+def _broken(path: Path, reason: object) -> StartupError:
+    return StartupError(f"cannot read {path}: {reason}", param="model")
+
+
+def _read(path: Path) -> str | None:
+    """The text of ``path``, or None where there is nothing of that name."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _broken(path, error) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StartupError(f"cannot read {path}: {error}", param="model") from error
+        config = json.loads(_read(path) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, error) from error
     if not isinstance(config, dict):
-        raise StartupError(f"cannot read {path}: not a JSON object", param="model")
+        raise _broken(path, "not a JSON object")
     return config
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        return next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return source
+def _config_template(path: Path, template: object) -> str | None:
+    """A template, or that called ``default`` among several: ``[{"name": …, "template": …}, …]``."""
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    if template is None or isinstance(template, str):
+        return template
+    raise _broken(path, "chat_template is neither a string nor a list of named ones")
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -134,9 +209,7 @@ class ChatTemplate:
     """A model's chat template, with the environment that the ecosystem's templates are written for."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -147,10 +220,41 @@ class ChatTemplate:
         """Raises `InvalidRequest` with the template's own message."""
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special_tokens
+                {TURN: _turns(MAX_TURNS).__next__, **self._special_tokens},
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
             )
         except Exception as error:  # foreign code: whatever it trips over, the messages made it
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that also bounds work: each turn of a loop and each call of a macro counts, text repeats little."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        blocks: Iterator[Any] = template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+        for block in list(blocks):
+            turn = nodes.ExprStmt(nodes.Call(nodes.Name(TURN, "load"), [], [], None, None), lineno=block.lineno)
+            block.body.insert(0, turn.set_environment(self).set_lineno(block.lineno))
+        return template
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.TemplateError("powers are not computed")
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+                if len(sequence) * times > MAX_REPEATED:
+                    raise jinja2.TemplateError(f"more than {MAX_REPEATED} repeated items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _turns(most: int) -> Iterator[str]:
+    for _ in range(most):
+        yield ""
+    raise jinja2.TemplateError(f"it runs its loops more than {most} times")
 
 
 class _Generation(Extension):
@@ -158,7 +262,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (how jinja2 declares a tag)
 
-    def parse(self, parser: Parser) -> Node | list[Node]:
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -174,23 +278,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().astimezone().strftime(format)
-
-
-def check_text(text: object, param: str) -> str:
-    """``text`` itself if it is text that can be encoded.
-
-    Raises:
-        InvalidRequest: no string, or one with half of a surrogate pair.
-    """
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{param} must be a string, not {_kind(text)}", param=param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{param} holds a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}", param=param
-        ) from None
-    return text
 
 
 def read_messages(messages: object) -> list[Message]:
@@ -210,8 +297,8 @@ def read_messages(messages: object) -> list[Message]:
 def _read_message(message: object, place: str) -> Message:
     fields = _read_object(message, place, ("role", "content"))
     role = check_text(fields.get("role"), f"{place}.role")
-    if not role:
-        raise InvalidRequest(f"{place}.role must not be empty", param=f"{place}.role")
+    if not 1 <= len(role) <= MAX_ROLE:
+        raise InvalidRequest(f"{place}.role must have 1 to {MAX_ROLE} characters", param=f"{place}.role")
     content = fields.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_read_part(part, f"{place}.content[{j}]") for j, part in enumerate(content))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
 
-from compiled.step import PADDING_PAGE, KVSpec, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 
 EOS = 256
 BOS = 257
@@ -23,6 +23,8 @@ WAIT_S = 30.0
 """Nothing in a test may block for longer."""
 
 GREEDY = Sampling()
+FORGOTTEN = -1
+"""Stands in a context for a token that fell out of the window."""
 
 Answer = Callable[[Sequence[int], Sampling], int]
 """``(all tokens so far, sampling) -> next token``."""
@@ -32,6 +34,39 @@ def formula(context: Sequence[int], sampling: Sampling) -> int:
     """A lowercase letter that depends on every token of the context, and on the seed unless greedy."""
     seed = 0 if sampling.temperature == 0 else sampling.seed
     return ord("a") + crc32(",".join(map(str, context)).encode(), seed & 0xFFFFFFFF) % 26
+
+
+def catchy(context: Sequence[int], sampling: Sampling) -> int:
+    """Like `formula`, but mostly one of three letters, by the last two tokens only: an answer that repeats itself."""
+    whole = formula(context, sampling)
+    return ord("a") + formula(context[-2:], GREEDY) % 3 if whole % 6 else whole
+
+
+def seen(context: Sequence[int], window: int | None) -> list[int]:
+    """What is left of ``context`` for a model that sees only the last ``window`` tokens."""
+    gone = 0 if window is None else max(0, len(context) - window)
+    return [FORGOTTEN] * gone + list(context[gone:])
+
+
+def likeliest(context: Sequence[int], most: int, answer: Answer = formula) -> tuple[tuple[int, float], ...]:
+    """``(token, logprob)``, best first: what greedy `answer` gives, then letters in an order of their own.
+
+    Multiples of 1/64, so that sums are exact and ties are frequent.
+    """
+    first = answer(context, GREEDY)
+    state = crc32(",".join(map(str, context)).encode())
+    others = sorted((t for t in range(ord("a"), ord("z") + 1) if t != first), key=lambda t: crc32(bytes([t]), state))
+    logprobs = [-(8 + state % 24) / 64]
+    for rank in range(len(others)):
+        logprobs.append(logprobs[-1] - (state >> rank) % 8 / 64)
+    return tuple(zip((first, *others), logprobs, strict=True))[:most]
+
+
+def logprob(context: Sequence[int], token: int, most: int, answer: Answer = formula) -> Logprob:
+    top = likeliest(context, 26, answer)
+    ranks = {other: (value, rank) for rank, (other, value) in enumerate(top, 1)}
+    value, rank = ranks.get(token, (-20.0, 27))
+    return Logprob(token, value, rank, top[:most])
 
 
 def script(replies: Mapping[str | tuple[int, ...], str | Sequence[int]]) -> Answer:
@@ -59,19 +94,53 @@ def oracle(
     sampling: Sampling = GREEDY,
     stop_token_ids: Iterable[int] = (),
     answer: Answer = formula,
+    window: int | None = None,
 ) -> list[int]:
     """The answer that a request must get, whatever else the engine does meanwhile."""
     context = list(prompt)
     stops = set(stop_token_ids)
     for _ in range(max_tokens):
-        context.append(answer(context, sampling))
+        context.append(answer(seen(context, window), sampling))
         if context[-1] in stops:
             break
     return context[len(prompt) :]
 
 
-def fake_kv(pages: int = 65, page_size: int = 4) -> KVSpec:
-    return KVSpec(pages=pages, page_size=page_size, page_bytes=64)
+def beam_oracle(
+    prompt: Sequence[int],
+    max_tokens: int,
+    width: int,
+    *,
+    n: int = 1,
+    length_penalty: float = 1.0,
+    stop_token_ids: Iterable[int] = (),
+    answer: Answer = formula,
+    window: int | None = None,
+) -> list[tuple[list[int], float]]:
+    """The ``n`` best answers and their scores, by a search that ends at ``max_tokens`` and no sooner."""
+    stops = set(stop_token_ids)
+    beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    found: list[tuple[list[int], float]] = []
+    for length in range(1, max_tokens + 1):
+        branches = [
+            ((*tokens, token), total + value)
+            for tokens, total in beams
+            for token, value in likeliest(seen([*prompt, *tokens], window), 2 * width, answer)
+        ]
+        branches.sort(key=lambda branch: -branch[1])
+        beams = []
+        for tokens, total in branches:
+            if tokens[-1] in stops or length == max_tokens:
+                found.append((list(tokens), total / length**length_penalty))
+            if tokens[-1] not in stops:
+                beams.append((tokens, total))
+            if len(beams) == width:
+                break
+    return sorted(found, key=lambda found: -found[1])[:n]
+
+
+def fake_kv(pages: int = 65, page_size: int = 4, window: int | None = None) -> KVSpec:
+    return KVSpec(pages=pages, page_size=page_size, page_bytes=64, window=window)
 
 
 def fake_model(max_model_len: int = 256) -> ModelSpec:
@@ -109,6 +178,7 @@ class FakeRunner:
     model: ModelSpec = field(default_factory=fake_model)
     depth: int = 1
     answer: Answer = formula
+    seconds: Callable[[Step], float] = lambda step: 0.0
 
     steps: list[Step] = field(default_factory=list)
     """Every step that was submitted, those that raised included."""
@@ -120,7 +190,7 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self._memory: list[tuple[int, int] | None] = [None] * (self.kv.pages * self.kv.page_size)
         self._queue: deque[FakeHandle | tuple[int, ...]] = deque()
-        self._sampled: dict[int, int] = {}
+        self._sampled: dict[tuple[int, int], int] = {}
         self._faults: deque[tuple[str, Exception]] = deque()
         self._open = threading.Event()
         self._open.set()
@@ -205,32 +275,59 @@ class FakeRunner:
                     self._memory[first : first + self.kv.page_size] = [None] * self.kv.page_size
 
     def _execute(self, handle: FakeHandle) -> None:
-        rows = handle.step.rows
-        contexts = [self._forward(row) for row in rows]
-        sampled = {
-            row.request: self.answer(context, row.sampling)
-            for row, context in zip(rows, contexts, strict=True)
-            if row.sampling is not None
-        }
+        step, size = handle.step, self.kv.page_size
+        for source, target in step.copies:
+            page = self._memory[source * size : (source + 1) * size]
+            self._memory[target * size : (target + 1) * size] = page
+        contexts = [self._forward(row) for row in step.rows]
+        tokens, logprobs, scores = [], [], []
+        for row, context in zip(step.rows, contexts, strict=True):
+            ends = range(len(context) - row.drafts, len(context) + 1) if row.sampling else range(0)
+            heads = [seen(context[:end], self.kv.window) for end in ends]
+            sampled = tuple(self.answer(head, row.sampling) for head in heads if row.sampling)
+            most = row.sampling.logprobs if row.sampling else None
+            tokens.append(sampled)
+            logprobs.append(self._logprobs(heads, sampled, most) if most is not None else ())
+            heads = [seen(context[: row.start + place], self.kv.window) for place in range(1, len(row.targets) + 1)]
+            scores.append(self._logprobs(heads, row.targets, row.targets_top))
         # A failed step leaves no tokens behind: who waits for one of them computes garbage that nobody reads.
-        self._sampled = {} if handle.error else sampled
-        tokens = tuple((sampled[row.request],) if row.request in sampled else () for row in rows)
-        handle.result = StepResult(number=handle.step.number, tokens=tokens, seconds=0.0)
+        rows = zip(step.rows, tokens, strict=True)
+        self._sampled = {} if handle.error else {(row.request, row.index): new[-1] for row, new in rows if new}
+        handle.result = StepResult(
+            number=step.number,
+            tokens=tuple(tokens),
+            seconds=self.seconds(step),
+            logprobs=tuple(logprobs) if any(logprobs) else (),
+            scores=tuple(scores) if any(scores) else (),
+        )
+
+    def _logprobs(self, heads: Sequence[Sequence[int]], tokens: Sequence[int], most: int) -> tuple[Logprob, ...]:
+        return tuple(logprob(head, token, most, self.answer) for head, token in zip(heads, tokens, strict=True))
 
     def _forward(self, row: Row) -> list[int]:
-        """Write the row's tokens through its page table, then read its whole context back."""
+        """Write the row's tokens through its page table, then read its whole context back.
+
+        What fell out of the window of the row's first token is not there any more.
+        """
         tokens = row.tokens
         if row.pending:
-            tokens = (*tokens[:-1], self._sampled.get(row.request, 0))
+            tokens = (*tokens[:-1], self._sampled.get((row.request, row.index), 0))
         for position, token in enumerate(tokens, row.start):
             self._memory[self._slot(row, position)] = (token, position)
-        context = []
+        context: list[int] = []
+        first = 0 if self.kv.window is None else max(0, row.start - self.kv.window + 1)
         for position in range(row.start + len(tokens)):
+            if position < first:
+                context.append(FORGOTTEN)
+                continue
             cell = self._memory[self._slot(row, position)]
             assert cell is not None, f"request {row.request} reads position {position}, which was never written"
             token, written_at = cell
             assert written_at == position, f"request {row.request} reads {written_at} where {position} belongs"
             context.append(token)
+        if row.history:
+            there = range(first, len(context) - row.pending)
+            assert [row.history[i] for i in there] == [context[i] for i in there], "not the history"
         return context
 
     def _slot(self, row: Row, position: int) -> int:
@@ -243,16 +340,20 @@ class FakeRunner:
         in_flight = sum(isinstance(work, FakeHandle) for work in self._queue)
         assert in_flight < self.depth, f"{in_flight} steps in flight, depth is {self.depth}"
         assert step.rows, "an empty step"
-        assert len({row.request for row in step.rows}) == len(step.rows), "two rows of one request"
+        assert len({(row.request, row.index) for row in step.rows}) == len(step.rows), "two rows of one answer"
         written: set[int] = set()
         for row in step.rows:
             end = row.start + len(row.tokens)
             assert row.tokens, "an empty row"
             assert end <= len(row.pages) * self.kv.page_size, "the page table is too short"
-            assert all(PADDING_PAGE < page < self.kv.pages for page in row.pages), f"no such page: {row.pages}"
-            assert len(set(row.pages)) == len(row.pages), "a page twice in one table"
+            seen = 0 if self.kv.window is None else max(0, row.start - self.kv.window + 1) // self.kv.page_size
+            seen_pages = row.pages[seen:]
+            assert all(PADDING_PAGE < page < self.kv.pages for page in seen_pages), f"no such page: {row.pages}"
+            assert len(set(seen_pages)) == len(seen_pages), "a page twice in one table"
             assert end <= self.model.max_model_len, "past the model's end"
             assert not row.pending or self.depth > 1, "nothing is ever pending at depth 1"
+            assert row.drafts < len(row.tokens) and not (row.pending and row.drafts), "guesses behind nothing"
+            assert bool(row.history) == (row.sampling is not None and row.sampling.needs_history), "history"
             slots = {self._slot(row, position) for position in range(row.start, end)}
             assert not slots & written, "two rows write the same slot"
             written |= slots
@@ -267,6 +368,12 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_part(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

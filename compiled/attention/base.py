@@ -20,16 +20,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """H, K, D and the factor on the scores. Query head ``h`` reads KV head ``h // (H // K)``."""
+    """H, K, D and the factor on the scores. Query head ``h`` reads KV head ``h // (H // K)``.
+
+    With a ``window`` a token sees the last ``window`` positions only, its own included; what no token of the
+    step sees is not read, so that its pages may be anything.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1:
             raise ValueError(f"heads and head size must be positive: {self}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be positive: {self}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
 

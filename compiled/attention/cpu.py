@@ -38,7 +38,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dtype", "heads", "kv_heads", "head_dim", "page_size")),
         *((name, ctypes.c_int64) for name in ("page_stride", "slot_stride", "head_stride")),
         ("scale", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("rows", "threads")),
+        *((name, ctypes.c_int64) for name in ("window", "rows", "threads")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")),
     ]
 
@@ -100,6 +100,7 @@ class CpuAttention(Attention):
             slot_stride=slot_stride,
             head_stride=head_stride,
             scale=spec.scale,
+            window=spec.window or 0,
             threads=threads,
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)

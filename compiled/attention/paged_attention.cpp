@@ -49,14 +49,14 @@ class Worker {
   void attend(const Item& item) {
     pack_queries(item);
     walk(item, 0, whole_);
-    for (int64_t s = 1; s < splits_of(item.keys); s++) {
+    for (int64_t s = 1; s < splits_of(item); s++) {
       walk(item, s, part_);
       merge(item, whole_, part_);
     }
     write(item, whole_);
   }
 
-  // One split of an item into a state of its own.
+  // One split of an item, counted from its first, into a state of its own.
   void attend_split(const Item& item, int64_t split, State state) {
     pack_queries(item);
     walk(item, split, state);
@@ -64,7 +64,7 @@ class Worker {
 
   void merge_splits(const Item& item, char* states) {
     const State whole(states + item.slot * State::bytes(p_), vectors_);
-    for (int64_t s = 1; s < splits_of(item.keys); s++)
+    for (int64_t s = 1; s < splits_of(item); s++)
       merge(item, whole, State(states + (item.slot + s) * State::bytes(p_), vectors_));
     write(item, whole);
   }
@@ -102,15 +102,17 @@ class Worker {
     }
   }
 
-  // The block of keys at `first`, empty from `end` on.
+  // The block of keys at `first`, empty from `end` on. What lies before the item's first key is never read, for its
+  // page may be somebody else's by now: that key stands in, and is masked.
   void find(const Item& item, int64_t first, int64_t end, Block& block) const {
     const int32_t* pages = p_.kv_indices + p_.kv_indptr[item.row];
-    int64_t page = first / p_.page_size, slot = first % p_.page_size;
+    const int64_t begin = std::max<int64_t>(first, item.first), unseen = begin - first;
+    int64_t page = begin / p_.page_size, slot = begin % p_.page_size;
     block.first = first;
     block.keys = std::clamp<int64_t>(end - first, 0, kBlock);
     for (int64_t j = 0; j < block.keys; j++) {
       block.offsets[j] = pages[page] * p_.page_stride + slot * p_.slot_stride + item.head * p_.head_stride;
-      if (++slot == p_.page_size) slot = 0, page++;
+      if (j >= unseen && ++slot == p_.page_size) slot = 0, page++;
     }
   }
 
@@ -167,14 +169,15 @@ class Worker {
     }
   }
 
-  // One query vector's scores in a block become weights, in place; keys from the `visible`-th on are masked.
-  // Returns the new maximum and sets the weights' sum.
-  float weigh(uint32_t* scores, int64_t n, int64_t visible, float old_max, float* sum) {
+  // One query vector's scores in a block become weights, in place; keys before the `unseen`-th and from the
+  // `visible`-th on are masked. Returns the new maximum and sets the weights' sum.
+  float weigh(uint32_t* scores, int64_t n, int64_t unseen, int64_t visible, float old_max, float* sum) {
     const int64_t whole = std::min(visible, n) / kLanes * kLanes;
     Floats values[kBlock / kLanes], top = splat(old_max);
     for (int64_t j = 0; j < n; j += kLanes) {
       Floats s = load<Floats>(scores + j) * factor_;
       if (j >= whole) s = keep_first(s, int(visible - j), -INFINITY);
+      if (j < unseen) s = drop_first(s, int(unseen - j), -INFINITY);
       values[j / kLanes] = s;
       top = max(top, s);
     }
@@ -196,9 +199,11 @@ class Worker {
     std::fill_n(state.max, vectors, -INFINITY);
     std::fill_n(state.sum, vectors, 0.0f);
     std::fill_n(state.out, vectors * dim_, 0.0f);
+    split += first_split(item);
+    const int64_t begin = std::max<int64_t>(item.first / kBlock * kBlock, split * kSplit);
     const int64_t end = std::min<int64_t>(item.keys, (split + 1) * kSplit);
     Block blocks[2];
-    find(item, split * kSplit, end, blocks[0]);
+    find(item, begin, end, blocks[0]);
     for (int current = 0; blocks[current].keys > 0; current ^= 1) {
       find(item, blocks[current].first + kBlock, end, blocks[current ^ 1]);
       absorb(item, blocks[current], blocks[current ^ 1], state);
@@ -213,9 +218,10 @@ class Worker {
                      reinterpret_cast<float*>(scores_), kBlock, nullptr);
     pack_values(block, next);
     for (int64_t m = 0; m < vectors; m++) {
-      const int64_t visible = position + m / p_.group() + 1 - block.first;
+      const int64_t last = position + m / p_.group(), unseen = p_.first_seen(last) - block.first;
+      const int64_t visible = last + 1 - block.first;
       float sum;
-      const float old_max = state.max[m], new_max = weigh(scores_ + m * kBlock, n, visible, old_max, &sum);
+      const float old_max = state.max[m], new_max = weigh(scores_ + m * kBlock, n, unseen, visible, old_max, &sum);
       rescale_[m] = new_max == -INFINITY ? 0.0f : simd::exp2(splat(old_max - new_max))[0];
       state.max[m] = new_max;
       state.sum[m] = state.sum[m] * rescale_[m] + sum;
@@ -323,11 +329,11 @@ void paged_attention_plan(const Problem* problem, void* workspace) {
   Item* items = reinterpret_cast<Item*>(static_cast<char*>(workspace) + layout.item_list);
   Item* item = items;
   for (int64_t r = 0; r < p.rows; r++) p.each_item(r, [&](const Item& next) { *item++ = next; });
-  std::stable_sort(items, item, [](const Item& a, const Item& b) { return a.keys > b.keys; });
+  std::stable_sort(items, item, [](const Item& a, const Item& b) { return a.keys - a.first > b.keys - b.first; });
   int32_t slot = 0;
   for (item = items; item < items + layout.items; item++) {
     item->slot = slot;
-    slot += int32_t(splits_of(item->keys));
+    slot += int32_t(splits_of(*item));
   }
 }
 

@@ -19,7 +19,7 @@ constexpr int kQueryVectors = 48;  // query tokens x query heads of a block, whi
 struct Item {
   int32_t row, head;      // KV head
   int32_t token, tokens;  // the block's first query token in the step, and how many
-  int32_t keys;           // keys that the block's last token sees
+  int32_t first, keys;    // keys first .. keys - 1 are seen: the first one by its first token, the last by its last
   int32_t slot;           // place of its first split among all splits
 };
 
@@ -29,6 +29,7 @@ struct Problem {
   int64_t heads, kv_heads, head_dim, page_size;
   int64_t page_stride, slot_stride, head_stride;
   double scale;
+  int64_t window;  // keys that a token sees, itself included; 0: all
   int64_t rows, threads;
   const int32_t *qo_indptr, *kv_indptr, *kv_indices, *kv_last_page_len;
 
@@ -42,14 +43,17 @@ struct Problem {
   }
   int64_t position(int64_t r, int64_t token) const { return row_keys(r) - (qo_indptr[r + 1] - token); }
 
+  // The first position that the token at `position` sees.
+  int64_t first_seen(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
   // Calls visit(Item) for each of a row's items; places are not given yet.
   template <class Visit>
   void each_item(int64_t r, Visit visit) const {
     for (int64_t token = qo_indptr[r]; token < qo_indptr[r + 1]; token += block_tokens()) {
       const int64_t tokens = std::min(block_tokens(), qo_indptr[r + 1] - token);
-      const int64_t keys = position(r, token + tokens - 1) + 1;
+      const int64_t first = first_seen(position(r, token)), keys = position(r, token + tokens - 1) + 1;
       for (int64_t head = 0; head < kv_heads; head++)
-        visit(Item{int32_t(r), int32_t(head), int32_t(token), int32_t(tokens), int32_t(keys), 0});
+        visit(Item{int32_t(r), int32_t(head), int32_t(token), int32_t(tokens), int32_t(first), int32_t(keys), 0});
     }
   }
 };
@@ -62,7 +66,9 @@ struct Operands {
   int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
 };
 
-inline int64_t splits_of(int64_t keys) { return (keys + kSplit - 1) / kSplit; }
+// Splits begin at absolute multiples of kSplit.
+inline int64_t first_split(const Item& item) { return item.first / kSplit; }
+inline int64_t splits_of(const Item& item) { return (item.keys + kSplit - 1) / kSplit - first_split(item); }
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The running softmax of a block's query vectors.
@@ -90,7 +96,7 @@ struct Layout {
 
   explicit Layout(const Problem& p) {
     for (int64_t r = 0; r < p.rows; r++)
-      p.each_item(r, [&](const Item& item) { items++, slots += splits_of(item.keys); });
+      p.each_item(r, [&](const Item& item) { items++, slots += splits_of(item); });
     fan_out = p.threads > 1 && items < 4 * p.threads && slots > items;
     const int64_t vectors = p.block_vectors(), d = p.padded_dim();
     scratch = aligned(sizeof(uint32_t) * (vectors * d + 2 * kBlock * d + vectors * kBlock)) +

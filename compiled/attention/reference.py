@@ -10,7 +10,7 @@ from compiled.attention.base import Attention, Plan
 
 
 class ReferenceAttention(Attention):
-    """softmax(scale * Q K^T + causal mask) V, row by row."""
+    """softmax(scale * Q K^T + causal mask, within the window) V, row by row."""
 
     name = "reference"
 
@@ -25,7 +25,7 @@ class ReferenceAttention(Attention):
         # A second loop: a row may share pages that another row of the same step has just written.
         for row in range(plan.rows):
             tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
-            pages, slots = self._slots(plan, row)
+            pages, slots = (of_row[self._unseen(plan, row, tokens) :] for of_row in self._slots(plan, row))
             out_THD[tokens] = self._attend(q_THD[tokens], keys[pages, slots], values[pages, slots])
         out_THD[plan.tokens :] = 0
 
@@ -35,6 +35,11 @@ class ReferenceAttention(Attention):
         pages = plan.kv_indices[int(plan.kv_indptr[row]) :][positions // self.page_size]
         return pages.to(self.device, torch.int64), (positions % self.page_size).to(self.device)
 
+    def _unseen(self, plan: Plan, row: int, tokens: slice) -> int:
+        """How many of the row's first positions not even its first token sees."""
+        first = int(plan.kv_lens[row]) - (tokens.stop - tokens.start)
+        return 0 if self.spec.window is None else max(0, first + 1 - self.spec.window)
+
     def _attend(self, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         """One row: its T query tokens are the last T of its N positions."""
         group = self.spec.num_heads // self.spec.num_kv_heads
@@ -43,6 +48,9 @@ class ReferenceAttention(Attention):
         v_HND = v_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
         scores_HTN = q_HTD @ k_HND.transpose(1, 2) * self.spec.scale
         tokens, positions = scores_HTN.shape[1:]
-        future = torch.ones(tokens, positions, dtype=torch.bool, device=self.device).triu(positions - tokens + 1)
-        weights_HTN = scores_HTN.masked_fill(future, float("-inf")).softmax(dim=-1)
+        every_TN = torch.ones(tokens, positions, dtype=torch.bool, device=self.device)
+        unseen_TN = every_TN.triu(positions - tokens + 1)  # the future
+        if self.spec.window is not None:
+            unseen_TN |= every_TN.tril(positions - tokens - self.spec.window)
+        weights_HTN = scores_HTN.masked_fill(unseen_TN, float("-inf")).softmax(dim=-1)
         return (weights_HTN @ v_HND).transpose(0, 1).to(self.dtype)

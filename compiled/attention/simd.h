@@ -54,6 +54,11 @@ inline Floats keep_first(Floats v, int count, float fill) {
   return lane_numbers(Lanes{}) < count - Ints{} ? v : splat(fill);
 }
 
+// Lanes below `count` become `fill`.
+inline Floats drop_first(Floats v, int count, float fill) {
+  return lane_numbers(Lanes{}) < count - Ints{} ? splat(fill) : v;
+}
+
 template <int Distance, int... I>
 inline Words across(Words v, std::integer_sequence<int, I...>) {
   return __builtin_shuffle(v, Words{uint32_t(I ^ Distance)...});

@@ -7,12 +7,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from math import isfinite
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
-from msgspec import UNSET
 
 from streamengine_sdk import wire
 from streamengine_sdk.connection import Connection
@@ -30,20 +32,36 @@ class Options(TypedDict, total=False):
     """What a request may say beside its prompt. ``None`` is the same as leaving it out.
 
     ``messages`` (a chat) or ``token_ids`` take the place of the prompt. ``return_token_ids`` asks for the ids
-    of the answer in `Delta.tokens` and `Result.token_ids`; ``timeouts`` replaces the client's. The others have
-    the names and meanings of the Chat Completions API, and the server's defaults.
+    of the answer in `Delta.tokens` and `Result.token_ids`, ``logprobs`` for its log-probabilities in the fields of
+    that name, with ``top_logprobs`` likeliest tokens beside each; a request of higher ``priority`` goes first;
+    ``timeouts`` replaces the client's. The others have the names and meanings of the Chat Completions API or
+    else of vLLM's sampling parameters, and the server's defaults.
     """
 
     messages: Sequence[Mapping[str, Any]] | None
     token_ids: Sequence[int] | None
     model: str | None
     max_tokens: int | None
+    min_tokens: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int | str, float] | None
+    bad_words: Sequence[str | Sequence[int]] | None
+    allowed_token_ids: Sequence[int] | None
     seed: int | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    ignore_eos: bool | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    priority: int | None
     return_token_ids: bool | None
     timeouts: Timeouts | None
 
@@ -114,7 +132,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequest: at once, for what cannot be sent.
-            TypeError: an unknown option.
+            TypeError: an unknown option, or timeouts that are none.
 
         Example::
 
@@ -125,13 +143,16 @@ class AsyncClient:
                         await stream.cancel()
                 result = await stream.result()
         """
-        timeouts = options.pop("timeouts", None) or self._timeouts
+        timeouts = options.pop("timeouts", None)
+        timeouts = self._timeouts if timeouts is None else timeouts
+        if not isinstance(timeouts, Timeouts):
+            raise TypeError(f"timeouts must be Timeouts, not {type(timeouts).__name__}")
         message = _request(f"r{next(self._ids)}", prompt, options, timeouts)
         try:
             text = wire.encode(message)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"the request is no JSON: {error}") from error
-        return TokenStream(partial(self._send, message.id, text, message.delivery.token_ids, timeouts), timeouts)
+        return TokenStream(partial(self._send, message, text, timeouts), timeouts)
 
     async def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Result:
         """The whole answer at once; arguments and errors are those of `stream`. Cancelling it cancels the request.
@@ -151,9 +172,12 @@ class AsyncClient:
         await connection.ping()
         return anyio.current_time() - sent
 
-    async def _send(self, id: str, text: str, with_tokens: bool, timeouts: Timeouts) -> tuple[Connection, Feed]:
+    async def _send(self, message: wire.Generate, text: str, timeouts: Timeouts) -> tuple[Connection, Feed]:
         connection = await self._connected(timeouts.connect, greeted=len(text) > BLIND_CHARACTERS)
-        return connection, connection.open(id, text, with_tokens=with_tokens)
+        feed = connection.open(
+            message.id, text, with_tokens=message.delivery.token_ids, with_logprobs=bool(message.logprobs)
+        )
+        return connection, feed
 
     async def _connected(self, seconds: float | None, *, greeted: bool = False) -> Connection:
         try:
@@ -204,12 +228,41 @@ def _request(id: str, prompt: str | None, options: Options, timeouts: Timeouts) 
     if len(sources) != 1:
         text = f"give exactly one of prompt, messages and token_ids, not {' and '.join(sources) or 'none'}"
         raise InvalidRequest(text, param=sources[-1] if sources else "prompt")
-    if "token_ids" in given:
-        given["token_ids"] = list(map(operator.index, given["token_ids"]))
-    if "messages" in given:
-        given["messages"] = list(map(dict, given["messages"]))
-    if "stop" in given:
-        given["stop"] = [given["stop"]] if isinstance(given["stop"], str) else list(given["stop"])
-    delivery = wire.Delivery(token_ids=given.pop("return_token_ids", False))
-    queue = UNSET if timeouts.queue is None else wire.Timeouts(queue_s=timeouts.queue)
-    return wire.Generate(id=id, timeouts=queue, delivery=delivery, **given)
+    for name, value in given.items():
+        try:
+            given[name] = _TRANSLATE.get(name, _exact)(value)
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name} cannot be sent: {error}", param=name) from error
+    given["delivery"] = {"token_ids": given.pop("return_token_ids", False)}
+    if timeouts.queue is not None:
+        given["timeouts"] = {"queue_s": timeouts.queue}
+    try:
+        return msgspec.convert({"id": id, **given}, wire.Generate)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error), param=wire.field_of(str(error))) from error
+
+
+def _exact(value: Any) -> Any:
+    """Numbers as JSON has them, whatever library they are from."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if not isfinite(value):
+        raise ValueError(f"{value} is no number in JSON")
+    return float(value)
+
+
+def _ids(value: Any) -> list[int]:
+    return list(map(operator.index, value))
+
+
+_TRANSLATE: dict[str, Callable[[Any], Any]] = {
+    "token_ids": _ids,
+    "stop_token_ids": _ids,
+    "allowed_token_ids": _ids,
+    "bad_words": lambda words: [word if isinstance(word, str) else _ids(word) for word in words],
+    "logit_bias": lambda biases: {str(token): _exact(bias) for token, bias in biases.items()},
+    "messages": lambda messages: [dict(it) if isinstance(it, Mapping) else it for it in messages],
+    "stop": lambda stops: [stops] if isinstance(stops, str) else list(stops),
+}

@@ -69,7 +69,7 @@ class Connection:
         await self._greeted.wait()
         self._check_alive()
 
-    def open(self, id: str, text: str, *, with_tokens: bool) -> Feed:
+    def open(self, id: str, text: str, *, with_tokens: bool, with_logprobs: bool) -> Feed:
         """Send the `generate` called ``id`` and return where its answer arrives.
 
         Raises:
@@ -79,7 +79,8 @@ class Connection:
         self._check_alive()
         if self.hello is not None and len(text) * 4 > self.hello.limits.max_message_bytes:
             _check_size(text, self.hello.limits.max_message_bytes)
-        feed = self._feeds[id] = Feed(id, anyio.current_time(), with_tokens=with_tokens)
+        feed = Feed(id, anyio.current_time(), with_tokens=with_tokens, with_logprobs=with_logprobs)
+        self._feeds[id] = feed
         self._post(text)
         return feed
 

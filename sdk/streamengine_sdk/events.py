@@ -14,6 +14,7 @@ from streamengine_sdk.wire import (
     Done,
     FinishReason,
     InterToken,
+    Logprob,
     Phase,
     Progress,
     Timing,
@@ -29,6 +30,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "InterToken",
+    "Logprob",
     "Phase",
     "Progress",
     "Result",
@@ -46,6 +48,7 @@ class Result:
     Args:
         text: without the stop string that ended it.
         token_ids: of the answer, the one that ended it included; ``None`` unless asked for.
+        logprobs: one for each answer token; likewise.
         usage: token counts; ``None`` where the server did not say.
         timing: on the server's clock; likewise.
         finish_reason: ``None`` while it has not finished.
@@ -56,6 +59,7 @@ class Result:
 
     text: str
     token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[Logprob, ...] | None = None
     usage: Usage | None = None
     timing: Timing | None = None
     finish_reason: FinishReason | None = None

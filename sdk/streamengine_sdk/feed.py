@@ -6,14 +6,16 @@ the connection knows it weakly, so nothing is kept for a stream that nobody read
 
 import zlib
 from collections import deque
+from typing import TypeVar
 
 import anyio
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from streamengine_sdk import wire
 from streamengine_sdk.errors import EngineError, ProtocolError, from_wire
 from streamengine_sdk.events import Event, Result
 
+T = TypeVar("T")
 FeedMessage = wire.Accepted | wire.Progress | wire.Delta | wire.Done | wire.Error
 
 
@@ -23,7 +25,7 @@ class Feed:
     Times are those of the event loop's clock, in seconds.
     """
 
-    def __init__(self, id: str, started: float, *, with_tokens: bool = False) -> None:
+    def __init__(self, id: str, started: float, *, with_tokens: bool = False, with_logprobs: bool = False) -> None:
         self.id = id
         self.started = started
         self.token_at: float | None = None
@@ -33,6 +35,7 @@ class Feed:
         self.error: EngineError | None = None
         self.stream_id: str | None = None
         self._tokens: list[int] | None = [] if with_tokens else None
+        self._logprobs: list[wire.Logprob] | None = [] if with_logprobs else None
         self._usage: wire.Usage | None = None
         self._seq = 0
         self._bytes = 0
@@ -83,6 +86,7 @@ class Feed:
         return Result(
             text="".join(self.texts),
             token_ids=None if self._tokens is None else tuple(self._tokens),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
             usage=done.usage if done else self._usage,
             timing=done.timing or None if done else None,
             finish_reason=done.finish_reason if done else None,
@@ -96,10 +100,9 @@ class Feed:
             first = delta.seq - delta.n + 1
             raise ProtocolError(f"tokens {first} to {delta.seq} came after token {self._seq}")
         if self._tokens is not None:
-            tokens = delta.tokens or []
-            if len(tokens) != delta.n:
-                raise ProtocolError(f"a delta of {delta.n} tokens holds {len(tokens)} ids")
-            self._tokens += tokens
+            self._tokens += _each(delta.tokens, delta.n, "ids")
+        if self._logprobs is not None:
+            self._logprobs += _each(delta.logprobs, delta.n, "log-probabilities")
         data = delta.text.encode()
         self._seq = delta.seq
         self._bytes += len(data)
@@ -123,3 +126,10 @@ class Feed:
         if self._change is not None:
             self._change.set()
             self._change = None
+
+
+def _each(items: list[T] | UnsetType, n: int, what: str) -> list[T]:
+    found = items or []
+    if len(found) != n:
+        raise ProtocolError(f"a delta of {n} tokens holds {len(found)} {what}")
+    return found

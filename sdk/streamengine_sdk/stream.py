@@ -38,8 +38,8 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise ValueError(f"timeout {name} must be above 0 seconds, not {value}")
+            if value is not None and not (isinstance(value, int | float) and 0 < value <= 1e9):
+                raise ValueError(f"timeout {name} must be above 0 to 1e9 seconds, not {value!r}")
 
 
 Kind = Literal["first_token", "between", "total"]

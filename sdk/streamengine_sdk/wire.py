@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from streamengine_sdk.strict_json import check_json
+from streamengine_sdk.strict_json import check_json, check_size
 
 PROTOCOL = "streamengine.v1"
 
@@ -70,15 +70,22 @@ class Generate(_Client, frozen=True, tag="generate"):
     model: str | UnsetType = UNSET
     key: Annotated[str, Meta(min_length=8, max_length=128)] | UnsetType = UNSET
     max_tokens: int | UnsetType = UNSET
+    min_tokens: int | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
     min_p: float | UnsetType = UNSET
+    typical_p: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     presence_penalty: float | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     stop: list[str] | UnsetType = UNSET
+    stop_token_ids: list[TokenId] | UnsetType = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    bad_words: list[str | list[TokenId]] | UnsetType = UNSET
+    allowed_token_ids: list[TokenId] | UnsetType = UNSET
     logprobs: bool | UnsetType = UNSET
     top_logprobs: int | UnsetType = UNSET
     logit_bias: dict[str, float] | UnsetType = UNSET
@@ -145,8 +152,22 @@ class Progress(_Server, frozen=True, tag="progress"):
     cached_tokens: int | UnsetType = UNSET
 
 
+class Logprob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A token's log-probability. What it writes is ``text``, or ``b64`` where that is a part of a character.
+
+    ``top`` are the likeliest tokens in its place, best first.
+    """
+
+    token: int
+    logprob: float
+    text: str | UnsetType = UNSET
+    b64: str | UnsetType = UNSET
+    top: list["Logprob"] | UnsetType = UNSET
+
+
 class Delta(_Server, frozen=True, tag="delta"):
-    """A slice of the stream: ``n`` tokens ending at ``seq``, whole code points only."""
+    """A slice of the stream: ``n`` tokens ending at ``seq``, whole code points only. ``logprobs``, if asked for,
+    are one for each token."""
 
     id: str
     seq: int
@@ -154,6 +175,7 @@ class Delta(_Server, frozen=True, tag="delta"):
     n: int = 1
     channel: Channel = "text"
     tokens: list[int] | UnsetType = UNSET
+    logprobs: list[Logprob] | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +317,7 @@ def decode_server(text: str) -> ServerMessage | Unknown:
         name = fields.get("type")
         if isinstance(name, str) and name not in _SERVER_TYPES:
             return Unknown(type=name, fields=fields)
-        raise BadMessage("invalid_message", str(error), param=_param(str(error))) from error
+        raise BadMessage("invalid_message", str(error), param=field_of(str(error))) from error
 
 
 def decode_client(text: str | bytes) -> ClientMessage:
@@ -306,6 +328,10 @@ def decode_client(text: str | bytes) -> ClientMessage:
     """
     if isinstance(text, bytes):
         raise BadMessage("invalid_message", "a binary frame is no message")
+    try:
+        check_size(text)
+    except ValueError as error:
+        raise BadMessage("invalid_json", str(error)) from error
     try:
         message = _CLIENT.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -333,7 +359,7 @@ def _decode_slowly(text: str) -> ClientMessage:
     try:
         return msgspec.convert(fields, _CLIENT_KINDS[name])
     except msgspec.ValidationError as error:
-        param = _param(str(error))
+        param = field_of(str(error))
         if name == "generate" and ref is not None and re.match(_ID, ref):
             raise BadMessage("invalid_request", str(error), param=param, id=ref) from error
         raise BadMessage("invalid_message", str(error), param=param, ref=ref) from error
@@ -361,7 +387,7 @@ _FIELD = re.compile(r"`\$\.?([^`]*)`\Z")
 _NAMED = re.compile(r"(?:required|unknown) field `([^`]*)`")
 
 
-def _param(message: str) -> str | None:
+def field_of(message: str) -> str | None:
     """The field that msgspec complains about: "… - at `$.delivery.pad`" is "delivery.pad"."""
     place, named = _FIELD.search(message), _NAMED.search(message)
     parts = [place.group(1) if place else "", named.group(1) if named else ""]

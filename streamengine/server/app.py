@@ -1,4 +1,4 @@
-"""The routes: page, health, readiness, models, statistics, and the stream endpoint."""
+"""The routes: page, health, readiness, models, statistics, metrics, and the stream endpoint."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +16,7 @@ from streamengine.config import ServerConfig
 from streamengine.engine import Engine
 from streamengine.errors import StreamEngineError
 from streamengine.server.access import host_allowed
+from streamengine.server.metrics import Metrics
 from streamengine.server.page import page_routes
 from streamengine.server.service import Service
 from streamengine.server.websocket import StreamEndpoint
@@ -28,6 +29,7 @@ def create_app(service: Service) -> ASGIApp:
             *page_routes(),
             Route("/health", _health),
             Route("/ready", _ready(service)),
+            Route("/metrics", Metrics(service).answer),
             Route("/v1/models", _with_engine(service, _models)),
             Route("/v1/stats", _with_engine(service, _statistics)),
             WebSocketRoute("/v1/stream", StreamEndpoint(service)),
@@ -95,4 +97,4 @@ async def _models(engine: Engine) -> Any:
 
 
 async def _statistics(engine: Engine) -> Any:
-    return await engine.statistics()
+    return {**await engine.statistics(), "ledger": engine.ledger}

@@ -88,9 +88,8 @@ class Server:
         self._engine_scope: anyio.CancelScope | None = None
 
     def stop(self) -> None:
-        """Drain and end; while the engine still starts, and on a second call, end at once."""
+        """Drain and end; while the engine still starts, and on a second call, end at once: what runs is cut."""
         if self._engine_scope is not None and (self._stop.is_set() or self.service.engine is None):
-            self._uvicorn.force_exit = True
             self._engine_scope.cancel()
         self._stop.set()
 
@@ -195,7 +194,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a label of 64 characters is no name
         raise StartupError(f"host {config.host} is no address of this machine: {error}", param="host") from error
     sock = socket.socket(family, kind, protocol)
     try:

@@ -18,32 +18,42 @@ There is no resume yet: every end of the connection aborts what it started, in a
 import logging
 import time
 from collections import deque
+from importlib import metadata
 from math import inf
 from typing import Literal, Protocol
 
 import anyio
-import anyio.lowlevel
+import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
+from anyio.lowlevel import RunVar
 from msgspec import structs
 
+from streamengine.bell import Bell
 from streamengine.config import ServerConfig
 from streamengine.engine import Engine, Generate
 from streamengine.errors import ShuttingDown, StreamEngineError
-from streamengine.session.translate import to_error, to_generate
-from streamengine.session.view import View
+from streamengine.session.translate import RETRY_AFTER_MS, to_error, to_generate
+from streamengine.session.view import PIECE_LOGPROBS, PIECE_TOKENS, View
 from streamengine_sdk import wire
 
-FEATURES = ("coalesce", "token_ids")
+FEATURES = ("coalesce", "logprobs", "token_ids")
 """What `hello` announces beyond the bare protocol."""
 
 LATER = frozenset({"init", "attach", "ack"})
 """Messages of the protocol that are not there yet."""
 
-MAX_REPLIES = 256
-MAX_INVALID_JSON = 3
-RETRY_AFTER_MS = 1000
+INLINE_BYTES = 64 * 1024
+"""A longer message may take more than a millisecond to decode, and is decoded in a worker thread."""
 
+MAX_REPLIES = 256
+"""None is longer than about a kilobyte: see `shorten`."""
+
+MAX_INVALID_JSON = 3
+
+SERVER = {"name": "streamengine", "version": metadata.version("streamengine")}
+
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("decoders")
 logger = logging.getLogger(__name__)
 
 
@@ -78,8 +88,8 @@ class Session:
         self._engine = engine
         self._transport = transport
         self._config = config
-        self._bell = _Bell()
-        self._room = _Bell()
+        self._bell = Bell()
+        self._room = Bell()
         self._views: dict[str, View] = {}
         self._replies: deque[wire.ServerMessage] = deque([self._hello()])
         self._sent_at = -inf
@@ -114,6 +124,7 @@ class Session:
             protocol=wire.PROTOCOL,
             epoch=self._engine.epoch,
             auth="none",
+            server=SERVER,
             models=[self._engine.model.name],
             features=list(FEATURES),
             limits=wire.Limits(
@@ -127,14 +138,23 @@ class Session:
 
     async def _read(self) -> None:
         while self._closing is None:
-            frame = await self._transport.receive()
-            try:
-                self._handle(wire.decode_client(frame))
-            except wire.BadMessage as bad:
-                self._refuse(bad, frame)
+            await self._read_one()
             while len(self._replies) >= MAX_REPLIES:
                 self._room.rearm()
-                await self._room.wait(inf)
+                await self._room.wait()
+
+    async def _read_one(self) -> None:
+        """Keeps nothing of the frame while the next one is waited for."""
+        frame = await self._transport.receive()
+        try:
+            if len(frame) <= INLINE_BYTES:
+                message = wire.decode_client(frame)
+            else:
+                message = await anyio.to_thread.run_sync(wire.decode_client, frame, limiter=_decoders())
+        except wire.BadMessage as bad:
+            self._refuse(bad, frame)
+        else:
+            self._handle(message)
 
     def _handle(self, message: wire.ClientMessage) -> None:
         match message:
@@ -153,7 +173,7 @@ class Session:
         if bad.id in self._views:
             # As terminal it would end the request that runs under this id.
             self._reply(_duplicate(bad.id))
-        elif bad.code == "unknown_type" and (name := msgspec.json.decode(frame)["type"]) in LATER:
+        elif bad.code == "unknown_type" and len(frame) <= INLINE_BYTES and (name := _type(frame)) in LATER:
             text = f"{name} is not supported by this server"
             self._reply(structs.replace(bad.error, code="unsupported_feature", message=text, status=422))
         else:
@@ -174,7 +194,8 @@ class Session:
         except StreamEngineError as error:
             self._reply(to_error(error, id))
             return
-        view = self._views[id] = View(id, message.delivery, self._config.heartbeat_s)
+        piece = PIECE_LOGPROBS if message.logprobs else PIECE_TOKENS
+        view = self._views[id] = View(id, message.delivery, self._config.heartbeat_s, piece)
         self._tasks.start_soon(self._submit, view, generate)
 
     async def _submit(self, view: View, generate: Generate) -> None:
@@ -222,7 +243,10 @@ class Session:
         if message is None:
             return
         if isinstance(message, wire.Done | wire.Error):
-            self._cut |= isinstance(message, wire.Done) and message.cause == "shutdown"
+            if isinstance(message, wire.Done):
+                self._cut |= message.cause == "shutdown"
+            else:
+                self._cut |= message.code == ShuttingDown.code and bool(message.stream)
             # Before it is sent: whoever has read it may use the id again.
             del self._views[view.id]
             view.close()
@@ -236,6 +260,20 @@ class Session:
     async def _send(self, message: wire.ServerMessage) -> None:
         await self._transport.send_text(wire.encode(message))
         self._sent_at = anyio.current_time()
+
+
+def _type(frame: str | bytes) -> str:
+    name: str = msgspec.json.decode(frame)["type"]
+    return name
+
+
+def _decoders() -> anyio.CapacityLimiter:
+    """Two threads for all connections of an event loop: more would only take turns with it."""
+    try:
+        return _limiter.get()
+    except LookupError:
+        _limiter.set(limiter := anyio.CapacityLimiter(2))
+        return limiter
 
 
 def _duplicate(id: str) -> wire.Error:
@@ -252,26 +290,3 @@ def _too_many_streams(id: str, limit: int) -> wire.Error:
         retry_after_ms=RETRY_AFTER_MS,
         id=id,
     )
-
-
-class _Bell:
-    """A wake-up to be used again and again: the logs and the reader ring it, one task waits for it."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def rearm(self) -> None:
-        if self._event.is_set():
-            self._event = anyio.Event()
-
-    async def wait(self, *deadlines: float) -> None:
-        """Until it has rung since `rearm` or a deadline has passed. Lets other tasks run in any case."""
-        deadline = min(deadlines)
-        if deadline <= anyio.current_time():
-            await anyio.lowlevel.checkpoint()
-            return
-        with anyio.CancelScope(deadline=deadline):
-            await self._event.wait()

@@ -1,32 +1,31 @@
 """Between the words of the wire and the engine's: pure functions, one direction each."""
 
+from base64 import b64encode
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
+from streamengine.checks import exact_integer, shown
 from streamengine.engine import Generate
-from streamengine.errors import ModelNotFound, StreamEngineError, UnsupportedFeature
-from streamengine.log import Log, Timing
-from streamengine.request import SamplingParams
+from streamengine.errors import InvalidRequest, ModelNotFound, StreamEngineError, UnsupportedFeature
+from streamengine.log import Log, Timing, TokenLogprob
+from streamengine.sampling import MAX_LOGPROBS, SamplingParams
 from streamengine_sdk import wire
 
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING = set(SamplingParams.__struct_fields__) & set(wire.Generate.__struct_fields__) - {"logprobs"}
+"""They have one name and one meaning on both sides. ``logprobs`` are two fields on the wire, as in the field's APIs."""
 
 # Known to the protocol, not there yet: refused by name, unless they ask for what happens anyway.
 NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "logprobs": False,
-    "top_logprobs": 0,
-    "logit_bias": {},
     "response_format": {"type": "text"},
     "tools": [],
     "tool_choice": "none",
-    "priority": 0,
     "key": UNSET,
 }
+RETRY_AFTER_MS = 1000
+"""What a client is told to wait where the reason is that others came first."""
+
 NEUTRAL_DELIVERY: dict[str, Any] = {"window": 0, "on_disconnect": "cancel", "linger_s": 0, "values": False, "pad": 0}
 
 
@@ -37,19 +36,31 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
         RequestError: for a value out of range, another model, or what this engine cannot do; by field.
     """
     if message.model is not UNSET and message.model != model:
-        raise ModelNotFound(f"model {message.model!r} is not served here, only {model!r}", param="model")
+        raise ModelNotFound(f"model {shown(message.model)} is not served here, only {model!r}", param="model")
     _refuse_unless_neutral(message, NEUTRAL, "")
     _refuse_unless_neutral(message.delivery, NEUTRAL_DELIVERY, "delivery.")
-    sampling = {name: getattr(message, name) for name in SAMPLING if getattr(message, name) is not UNSET}
+    given = {name: value for name in SAMPLING if (value := getattr(message, name)) is not UNSET}
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
     timeouts = message.timeouts or wire.Timeouts()
     return Generate(
         prompt=_or_none(message.prompt),
         messages=None if message.messages is UNSET else tuple(message.messages),
         token_ids=None if message.token_ids is UNSET else tuple(message.token_ids),
-        sampling=SamplingParams(**sampling, stop=tuple(message.stop or ())),
+        sampling=SamplingParams(**sampling, logprobs=_top_logprobs(message)),
         queue_s=_or_none(timeouts.queue_s),
         total_s=_or_none(timeouts.total_s),
+        priority=message.priority or 0,
     )
+
+
+def _top_logprobs(message: wire.Generate) -> int | None:
+    top = message.top_logprobs or 0
+    exact_integer("top_logprobs", top, 0, MAX_LOGPROBS)
+    if top and not message.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
+    return top if message.logprobs else None
 
 
 def _refuse_unless_neutral(message: msgspec.Struct, neutral: dict[str, Any], prefix: str) -> None:
@@ -67,7 +78,25 @@ def to_progress(id: str, log: Log) -> wire.Progress:
             prompt_tokens=log.prompt_tokens,
             queue_position=_or_unset(log.queue_position),
         )
-    return wire.Progress(id=id, phase="prefill", prompt_tokens=log.prompt_tokens, prefilled_tokens=log.computed)
+    return wire.Progress(
+        id=id,
+        phase="prefill",
+        prompt_tokens=log.prompt_tokens,
+        prefilled_tokens=log.computed,
+        cached_tokens=log.cached_tokens or UNSET,
+    )
+
+
+def to_logprob(item: TokenLogprob) -> wire.Logprob:
+    """Bytes that are no text by themselves travel as base64."""
+    whole = item.text.encode() == item.bytes
+    return wire.Logprob(
+        token=item.token,
+        logprob=item.logprob,
+        text=item.text if whole else UNSET,
+        b64=UNSET if whole else b64encode(item.bytes).decode(),
+        top=[to_logprob(top) for top in item.top] or UNSET,
+    )
 
 
 def to_terminal(id: str, log: Log) -> wire.Done | wire.Error:
@@ -98,6 +127,7 @@ def to_error(error: StreamEngineError, id: str, **more: Any) -> wire.Error:
         message=error.message,
         status=error.status,
         retryable=error.retryable,
+        retry_after_ms=RETRY_AFTER_MS if error.status in (429, 503) else UNSET,
         param=_or_unset(error.param),
         id=id,
         **more,

@@ -12,21 +12,25 @@ from msgspec import UNSET
 from streamengine.engine import Engine
 from streamengine.errors import StreamEngineError
 from streamengine.log import Log, Reader
-from streamengine.session.translate import to_error, to_progress, to_terminal
+from streamengine.session.translate import to_error, to_logprob, to_progress, to_terminal
 from streamengine_sdk import wire
 
 PIECE_TOKENS = 512
 """Tokens in one delta at most: about 16 KiB at 32 bytes a token, far above the average."""
+
+PIECE_LOGPROBS = 32
+"""The same with log-probabilities, of which there may be 21 for each."""
 
 PROGRESS_S = 0.25
 """No two `Progress` of one request are closer than this, in seconds."""
 
 
 class View:
-    """A reader of one log with the client's wishes on delivery."""
+    """A reader of one log with the client's wishes on delivery; takes at most ``piece`` tokens at once."""
 
-    def __init__(self, id: str, delivery: wire.Delivery, heartbeat_s: float) -> None:
+    def __init__(self, id: str, delivery: wire.Delivery, heartbeat_s: float, piece: int) -> None:
         self.id = id
+        self._piece = piece
         self._delivery = delivery
         self._heartbeat_s = heartbeat_s
         self._log: Log | None = None
@@ -39,6 +43,7 @@ class View:
         self._delta_at = -inf
         self._shown = 0
         self._held: list[int] = []
+        self._held_logprobs: list[wire.Logprob] = []
 
     def attach(self, engine: Engine, log: Log, reader: Reader) -> None:
         """The engine took the request; a cancel that came before that is carried out now."""
@@ -99,13 +104,15 @@ class View:
     def _take_delta(self, reader: Reader, now: float) -> wire.Delta | None:
         """Tokens that complete no text ride with the next that do, unless the client wants the ids."""
         text = ""
-        if new := reader.take(PIECE_TOKENS):
+        if new := reader.take(self._piece):
             text = new.text
             self._held += new.token_ids
+            self._held_logprobs += map(to_logprob, new.logprobs)
         if not self._held or not (text or reader.ended or self._delivery.token_ids):
             return None
         tokens, self._held = self._held, []
+        logprobs, self._held_logprobs = self._held_logprobs, []
         self._shown += len(tokens)
         self._delta_at = now
         ids = tokens if self._delivery.token_ids else UNSET
-        return wire.Delta(id=self.id, seq=self._shown, n=len(tokens), text=text, tokens=ids)
+        return wire.Delta(id=self.id, seq=self._shown, n=len(tokens), text=text, tokens=ids, logprobs=logprobs or UNSET)

@@ -19,7 +19,10 @@ def int32(values: list[int]) -> Tensor:
 
 @dataclass
 class Batch:
-    """One step. ``cache`` [P, L, 2, S, K, D] holds every row's earlier positions and NaN everywhere else."""
+    """One step. ``cache`` [P, L, 2, S, K, D] holds every row's earlier positions and NaN everywhere else.
+
+    With a ``window`` positions that no token of the row sees are NaN too, and page 0 stands for whole pages of them.
+    """
 
     rows: list[tuple[int, int]]
     heads: int = 9
@@ -29,6 +32,7 @@ class Batch:
     dtype: torch.dtype = torch.float32
     padding: int = 0
     seed: int = 0
+    window: int | None = None
     pages: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,12 +48,19 @@ class Batch:
         self.queries = [self._normal(random, n, self.heads) for _, n in self.rows]
         for row, (tokens, positions) in enumerate(self.rows):
             page, slot = self.slots(row)
-            past = slice(0, positions - tokens)
+            past = slice(self.unseen(row), positions - tokens)
             self.cache[page[past], LAYER, 0, slot[past]] = self.keys[row][past]
             self.cache[page[past], LAYER, 1, slot[past]] = self.values[row][past]
+            gone = self.unseen(row) // self.page_size
+            self.pages[row][:gone] = [0] * gone
 
     def _normal(self, random: torch.Generator, positions: int, heads: int) -> Tensor:
         return torch.randn(positions, heads, self.head_dim, generator=random).to(self.dtype)
+
+    def unseen(self, row: int) -> int:
+        """How many of a row's first positions lie outside of its first token's window."""
+        tokens, positions = self.rows[row]
+        return 0 if self.window is None else max(0, positions - tokens + 1 - self.window)
 
     def slots(self, row: int) -> tuple[Tensor, Tensor]:
         """Page and slot of each of a row's positions."""
@@ -58,7 +69,7 @@ class Batch:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window)
 
     def views(self, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(LAYERS)]

@@ -19,6 +19,7 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},  # weights may be rounded to bfloat16, as on a GPU
 }
 BACKENDS = [ReferenceAttention, CpuAttention]
+WINDOWS = [None, 70, 1030]
 MIXED = [(1, 700), (33, 50), (1, 1), (5, 1100), (1, 64), (17, 17), (3, 2049)]
 
 
@@ -46,6 +47,33 @@ def test_the_reference_equals_sdpa_on_contiguous_data() -> None:
         start += tokens
 
 
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 100])
+def test_the_reference_s_window_equals_a_masked_sdpa(window: int) -> None:
+    batch = Batch([(70, 70), (1, 40), (9, 100)], window=window)
+    out, _ = batch.run(ReferenceAttention)
+    start = 0
+    for row, (tokens, positions) in enumerate(batch.rows):
+        q, k, v = (whole[row].transpose(0, 1) for whole in (batch.queries, batch.keys, batch.values))
+        behind = torch.arange(positions)[:, None] - torch.arange(positions)
+        mask = (behind >= 0) & (behind < window)
+        whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        expected = whole.transpose(0, 1)[positions - tokens :]
+        torch.testing.assert_close(out[start : start + tokens], expected, rtol=1e-5, atol=1e-5)
+        start += tokens
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("window", [1, 15, 64, 65, 1024, 1025, 5000])
+def test_the_kernel_equals_the_reference_for_any_window(
+    window: int, page_size: int, dtype: torch.dtype, kernel: Kernel
+) -> None:
+    rows = [
+        (tokens, positions) for positions in (1, 64, 130, 1025, 2200) for tokens in (1, 17, 65) if tokens <= positions
+    ]
+    assert_equal_to_reference(Batch(rows, 3, 1, head_dim=32, page_size=page_size, dtype=dtype, window=window), kernel)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (8, 1), (71, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128])
@@ -66,10 +94,13 @@ def test_the_kernel_equals_the_reference_for_any_lengths(page_size: int, dtype: 
     assert_equal_to_reference(Batch(rows, 3, 1, head_dim=32, page_size=page_size, dtype=dtype), kernel)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
-def test_a_mixed_batch_on_any_number_of_threads(threads: int, dtype: torch.dtype, kernel: Kernel) -> None:
-    batch = Batch(MIXED, dtype=dtype)
+def test_a_mixed_batch_on_any_number_of_threads(
+    threads: int, dtype: torch.dtype, window: int | None, kernel: Kernel
+) -> None:
+    batch = Batch(MIXED, dtype=dtype, window=window)
     expected, _ = batch.run(CpuAttention, kernel=kernel, threads=1)
     out, _ = batch.run(CpuAttention, kernel=kernel, threads=threads)
     assert torch.equal(out, expected)
@@ -151,6 +182,10 @@ def run_in_chunks(batch: Batch, kernel: Kernel, chunks: list[int]) -> Tensor:
         start, end = end, end + chunk
         count = math.ceil(end / batch.page_size)
         pages = torch.tensor(batch.pages[0][:count], dtype=torch.int32)
+        if batch.window is not None:  # what fell out of the window is given back and poisoned
+            gone = max(0, start + 1 - batch.window) // batch.page_size
+            cache[pages[:gone]] = math.nan
+            pages[:gone] = 0
         last = torch.tensor([(end - 1) % batch.page_size + 1], dtype=torch.int32)
         attention.plan(
             torch.tensor([0, chunk], dtype=torch.int32), torch.tensor([0, count], dtype=torch.int32), pages, last
@@ -165,14 +200,20 @@ def run_in_chunks(batch: Batch, kernel: Kernel, chunks: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     "chunks", [[1] * 5 + [1195], [600, 600], [64] * 18 + [48], [37] * 32 + [16], [1199, 1]], ids=len
 )
-def test_a_prompt_in_chunks_has_the_same_bits_as_whole(chunks: list[int], dtype: torch.dtype, kernel: Kernel) -> None:
-    batch = Batch([(1200, 1200)], dtype=dtype)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_prompt_in_chunks_has_the_same_bits_as_whole(
+    chunks: list[int], dtype: torch.dtype, window: int | None, kernel: Kernel
+) -> None:
+    batch = Batch([(1200, 1200)], dtype=dtype, window=window)
     assert torch.equal(run_in_chunks(batch, kernel, chunks), run_in_chunks(batch, kernel, [1200]))
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_row_has_the_same_bits_whatever_its_batch_mates(dtype: torch.dtype, kernel: Kernel) -> None:
-    batch = Batch(MIXED, dtype=dtype)
+def test_a_row_has_the_same_bits_whatever_its_batch_mates(
+    dtype: torch.dtype, window: int | None, kernel: Kernel
+) -> None:
+    batch = Batch(MIXED, dtype=dtype, window=window)
     together, _ = batch.run(CpuAttention, kernel=kernel)
     q, k, v = batch.operands()
     qo_indptr, kv_indptr, kv_indices, last = batch.tables

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compiled.runner import CpuRunner, RunnerOptions, build_runner
-from compiled.step import LoadError, Row, Sampling, Step
+from compiled.step import PADDING_PAGE, LoadError, Row, Sampling, Step
 from tests.compiled import tiny
 
 SUPPORTED = ["llama", "qwen3", "mistral", "gpt_neox"]
@@ -76,9 +76,12 @@ def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("gemma2", {}, "sliding window of 32"),
-        ("gemma2", {"sliding_window": 4096, "max_position_embeddings": 64}, "softcap"),
-        ("mistral", {"sliding_window": 16}, "sliding window of 16 tokens"),
+        ("gemma2", {}, "softcap"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            r"mixes attention windows \[0, 16\]",
+        ),
         ("llama", {"head_dim": 12}, "head size 12 is not a multiple of 8"),
     ],
 )
@@ -93,7 +96,25 @@ def test_a_sliding_window_beyond_the_context_changes_nothing_and_is_served(tmp_p
     folder = tiny.make(tmp_path, "mistral", sliding_window=128)
     runner = build(folder, eager=True, max_model_len=128)
     got = runner.logits(Step(0, (Row(0, tuple(PROMPTS[0]), 0, (1, 2, 3), Sampling()),)))
+    assert runner.kv.window is None
     assert torch.allclose(got[0], expected(folder, PROMPTS[0]), atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"eager": True}, {"eager": True, "attention": "cpu"}], ids=str)
+def test_a_window_shorter_than_the_context_equals_the_eager_model_without_reading_what_left_it(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    folder = tiny.make(tmp_path, "mistral", sliding_window=9)
+    runner = build(folder, **options)
+    assert runner.kv.window == 9
+    prompt = [3 + 7 * i % 90 for i in range(40)]
+    pages = [1 + i for i in range(10)]
+    for start, end in [(0, 20), (20, 23), (23, 39), (39, 40)]:
+        gone = max(0, start + 1 - 9) // 4
+        runner.poison(pages[:gone])
+        table = (PADDING_PAGE,) * gone + tuple(pages[gone:])
+        got = runner.logits(Step(0, (Row(0, tuple(prompt[start:end]), start, table, Sampling()),)))
+        assert torch.allclose(got[0], expected(folder, prompt[:end]), atol=1e-4), end
 
 
 def test_padding_ids_of_the_head_are_never_sampled(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.exc import InvalidCxxCompiler
 
 from compiled import weights
 from compiled.kv_store import KVShape, KVStore, size_pool
@@ -107,6 +108,17 @@ def test_a_conversion_that_was_cut_short_is_never_used(tmp_path: Path, monkeypat
         ),
         (lambda folder: change(folder, num_hidden_layers=3), "is broken: missing keys: model.layers.2"),
         (lambda folder: change(folder, hidden_size=32), "mismatch|cannot be loaded"),
+        (lambda folder: change(folder, model_type=["llama"]), "is no decoder"),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), r"generation_config\.json cannot be read"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
+            r"generation_config\.json: eos_token_id must be an id or a list of ids, not '</s>'",
+        ),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [2, true]}'),
+            r"generation_config\.json: eos_token_id",
+        ),
+        (lambda folder: (folder / "tokenizer.json").write_text('{"model": 5}'), r"tokenizer\.json is no tokenizer"),
     ],
 )
 def test_a_broken_checkpoint_is_refused_in_one_line(damage: object, reason: str, tmp_path: Path) -> None:
@@ -143,6 +155,41 @@ def test_a_page_is_one_block_and_each_layer_sees_its_part_of_it() -> None:
 
 def test_the_pool_takes_no_more_than_could_ever_be_used() -> None:
     assert size_pool(SHAPE, asked=None, wanted_tokens=10, max_model_len=8, reserved=0) == 4
+
+
+def test_a_pool_that_the_memory_does_not_hold_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled.kv_store.available_memory", lambda: 1000)
+    with pytest.raises(LoadError, match=f"{2**40} pages needs {2**40 * SHAPE.page_bytes} bytes, 1000 are available"):
+        KVStore(SHAPE, 2**40)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").touch()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(LoadError, match=r"the cache folder .*/cache/streamengine/models cannot be written"):
+        resolve(str(tmp_path / "model.gguf"))
+
+
+def not_yet(phase: str, done: float, total: float) -> None:
+    raise AssertionError(f"{phase} had begun")
+
+
+def test_without_a_compiler_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("compiled.pieces.get_cpp_compiler", missing)
+    with pytest.raises(LoadError, match=r"install g\+\+, or use --eager"):
+        build_runner(RunnerOptions(model=str(tiny.make(tmp_path, "llama"))), not_yet)
+
+
+def test_the_folder_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    def check(folder: Path) -> None:
+        raise LoadError(f"{folder.name} is not liked")
+
+    with pytest.raises(LoadError, match="is not liked"):
+        build_runner(RunnerOptions(model=str(tiny.make(tmp_path, "llama"))), not_yet, check)
 
 
 def test_a_pool_too_small_for_one_sequence_names_the_longest_that_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,11 @@ class Answer:
     def progress(self, **fields: Any) -> None:
         self._peer.say(wire.Progress(id=self.id, **fields))
 
-    def delta(self, text: str, n: int = 1, *, skip: int = 0, tokens: list[int] | None = None) -> None:
+    def delta(self, text: str, n: int = 1, *, skip: int = 0, tokens: list[int] | None = None, **fields: Any) -> None:
         self.seq += n + skip
         self._data += text.encode()
         ids = msgspec.UNSET if tokens is None else tokens
-        self._peer.say(wire.Delta(id=self.id, seq=self.seq, n=n, text=text, tokens=ids))
+        self._peer.say(wire.Delta(id=self.id, seq=self.seq, n=n, text=text, tokens=ids, **fields))
 
     def done(self, finish_reason: wire.FinishReason = "stop", **fields: Any) -> None:
         honest = wire.Done(

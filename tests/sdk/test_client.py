@@ -354,24 +354,70 @@ def test_exactly_one_of_prompt_messages_and_token_ids_is_needed(client: AsyncCli
 def test_an_option_that_does_not_exist_is_a_type_error(client: AsyncClient) -> None:
     with pytest.raises(TypeError, match="temprature"):
         client.stream("hi", temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="logprobs"):
-        client.stream("hi", logprobs=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="beam_width"):
+        client.stream("hi", beam_width=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", b"bytes"),
+        ("prompt", 5),
+        ("temperature", float("nan")),
+        ("top_p", "much"),
+        ("max_tokens", 1.5),
+        ("seed", True),
+        ("stop", 5),
+        ("stop", [5]),
+        ("token_ids", [1.5]),
+        ("token_ids", "ab"),
+        ("stop_token_ids", 5),
+        ("bad_words", [5]),
+        ("logit_bias", [5]),
+        ("logit_bias", {5: float("inf")}),
+        ("messages", "hi"),
+        ("messages", ["hi"]),
+        ("messages", 5),
+        ("return_token_ids", 1),
+    ],
+)
+def test_an_argument_that_is_no_such_thing_is_refused_by_name_before_anything_is_sent(
+    client: AsyncClient, field: str, value: Any
+) -> None:
+    prompt = {} if field in ("token_ids", "messages") else {"prompt": "hi"}
+    with pytest.raises(InvalidRequest) as caught:
+        client.stream(**{**prompt, field: value})
+    assert (caught.value.param or "").split("[")[0].split(".")[-1] == field.removeprefix("return_")
+    assert field.removeprefix("return_") in caught.value.message
+
+
+def test_timeouts_must_be_timeouts_of_real_seconds(client: AsyncClient) -> None:
+    wrong: list[Any] = [5, 0, {}]
+    for timeouts in wrong:
+        with pytest.raises(TypeError, match="timeouts must be Timeouts"):
+            client.stream("hi", timeouts=timeouts)
+    wrong = [0, float("nan"), float("inf"), "5"]
+    for seconds in wrong:
+        with pytest.raises(ValueError, match="timeout total"):
+            Timeouts(total=seconds)
 
 
 def test_what_json_cannot_hold_is_refused_at_once(client: AsyncClient) -> None:
     with pytest.raises(InvalidRequest, match="no JSON"):
         client.stream("half an emoji: \ud83d")
-    with pytest.raises(TypeError):
-        client.stream(token_ids=[1.5])  # type: ignore[list-item]
 
 
 @pytest.mark.anyio
 async def test_options_go_out_under_their_own_names(server: ScriptedServer, client: AsyncClient) -> None:
     options: Any = {"model": "m", "max_tokens": 5, "temperature": 0.5, "top_p": 0.9}
-    options |= {"top_k": 3, "min_p": 0.1, "seed": 7}
-    async with client, client.stream(token_ids=(1, 2), stop="END", **options):
+    options |= {"top_k": 3, "min_p": 0.1, "seed": 7, "min_tokens": 2, "typical_p": 0.9, "ignore_eos": True}
+    options |= {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "priority": 3}
+    options |= {"include_stop_str_in_output": True, "logprobs": True, "top_logprobs": 2}
+    lists: Any = {"stop_token_ids": (3,), "allowed_token_ids": (4, 5), "bad_words": ("no", (6, 7))}
+    async with client, client.stream(token_ids=(1, 2), stop="END", logit_bias={5: -1}, **lists, **options):
         request = (await (await server.peer()).request()).request
-    expected = wire.Generate(id="r1", token_ids=[1, 2], stop=["END"], **options)
+    on_the_wire: Any = {"stop_token_ids": [3], "allowed_token_ids": [4, 5], "bad_words": ["no", [6, 7]]}
+    expected = wire.Generate(id="r1", token_ids=[1, 2], stop=["END"], logit_bias={"5": -1}, **on_the_wire, **options)
     assert request == expected
 
 

@@ -392,6 +392,32 @@ async def test_missing_token_ids_are_found_out(server: ScriptedServer, client: A
             await stream.result()
 
 
+async def test_log_probabilities_are_in_the_events_and_whole_in_the_result(
+    server: ScriptedServer, client: AsyncClient
+) -> None:
+    items = [
+        wire.Logprob(token=1, text="He", logprob=-0.5, top=[wire.Logprob(token=1, text="He", logprob=-0.5)]),
+        wire.Logprob(token=2, b64="4oI=", logprob=-1.0),
+        wire.Logprob(token=3, b64="rA==", logprob=-0.25),
+    ]
+    async with client, client.stream("hi", logprobs=True, top_logprobs=1) as stream:
+        answer = (await (await server.peer()).request()).accept()
+        assert (answer.request.logprobs, answer.request.top_logprobs) == (True, 1)
+        answer.delta("He", logprobs=items[:1])
+        answer.delta("€", n=2, logprobs=items[1:])
+        answer.done()
+        deltas = [event.logprobs async for event in stream if isinstance(event, wire.Delta)]
+        assert deltas == [items[:1], items[1:]]
+        assert (await stream.result()).logprobs == tuple(items)
+
+
+async def test_missing_log_probabilities_are_found_out(server: ScriptedServer, client: AsyncClient) -> None:
+    async with client, client.stream("hi", logprobs=True) as stream:
+        (await (await server.peer()).request()).accept().delta("Hello")
+        with pytest.raises(ProtocolError, match="1 tokens holds 0 log-probabilities"):
+            await stream.result()
+
+
 async def test_nothing_is_seen_after_the_one_terminal(server: ScriptedServer, client: AsyncClient) -> None:
     async with client, client.stream("hi") as stream:
         peer, answer = await opened(server, stream)

@@ -1,6 +1,8 @@
 """The wire: what is encoded fits the published schema, what is decoded is checked, field by field."""
 
 import json
+import time
+from contextlib import suppress
 from importlib import resources
 from typing import Any, get_args
 
@@ -25,15 +27,22 @@ CLIENT_MESSAGES: list[wire.ClientMessage] = [
         model="m",
         key="12345678",
         max_tokens=64,
+        min_tokens=2,
         temperature=0.5,
         top_p=0.9,
         top_k=40,
         min_p=0.05,
+        typical_p=0.9,
         frequency_penalty=0.1,
         presence_penalty=0.2,
         repetition_penalty=1.1,
         seed=7,
         stop=["END"],
+        stop_token_ids=[4],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        bad_words=["no", [1, 2]],
+        allowed_token_ids=[1, 2],
         logprobs=True,
         top_logprobs=3,
         logit_bias={"5": -1.0},
@@ -67,6 +76,12 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
     wire.Progress(id="r1", phase="queued", queue_position=3),
     wire.Progress(id="r1", phase="prefill", prompt_tokens=9, prefilled_tokens=4, cached_tokens=0),
     wire.Delta(id="r1", seq=1, text="Hello"),
+    wire.Delta(
+        id="r1",
+        seq=1,
+        text="H",
+        logprobs=[wire.Logprob(token=5, text="H", logprob=-0.5, top=[wire.Logprob(token=6, b64="4oI=", logprob=-1)])],
+    ),
     wire.Delta(id="r1", seq=5, n=4, text=" there, how are", channel="reasoning", tokens=[1, 2, 3, 4]),
     wire.Done(id="r1", seq=8, finish_reason="stop", usage=USAGE, check=wire.Check(bytes=25, crc32=1960080510)),
     wire.Done(
@@ -158,6 +173,8 @@ PROMPT = '{"type":"generate","id":"r1","prompt":"hi"'
         (PROMPT + ',"response_format":{"type":"text","a":{"b":1,"b":2}}}', "invalid_json", None, None, "r1"),
         (PROMPT + ',"x_a":{"b":1,"b":2}}', "invalid_json", None, None, "r1"),
         (PROMPT + ',"tool_choice":' + "[" * 64 + "]" * 64 + "}", "invalid_json", None, None, "r1"),
+        (PROMPT + ',"tool_choice":' + '[{"a":' * 32 + "1" + "}]" * 32 + "}", "invalid_json", None, None, "r1"),
+        (PROMPT + ',"tool_choice":[' + "[]," * 100_000 + "1]}", "invalid_json", None, None, None),
         (PROMPT + ',"tool_choice":' + "[" * 100_000 + "]" * 100_000 + "}", "invalid_json", None, None, None),
         (b"{}", "invalid_message", None, None, None),
         ("[]", "invalid_message", None, None, None),
@@ -184,6 +201,11 @@ PROMPT = '{"type":"generate","id":"r1","prompt":"hi"'
         (PROMPT + ',"temperature":null}', "invalid_request", "temperature", "r1", None),
         (PROMPT + ',"max_tokens":1.5}', "invalid_request", "max_tokens", "r1", None),
         (PROMPT + ',"stop":"END"}', "invalid_request", "stop", "r1", None),
+        (PROMPT + ',"top_k":5.5}', "invalid_request", "top_k", "r1", None),
+        (PROMPT + ',"min_tokens":true}', "invalid_request", "min_tokens", "r1", None),
+        (PROMPT + ',"n":2}', "invalid_request", "n", "r1", None),
+        (PROMPT + ',"tenant":"me"}', "invalid_request", "tenant", "r1", None),
+        (PROMPT + ',"bad_words":[5]}', "invalid_request", "bad_words[0]", "r1", None),
         (PROMPT + ',"metadata":{"a":1}}', "invalid_request", "metadata", "r1", None),
         (PROMPT + ',"timeouts":{"queue_s":0}}', "invalid_request", "timeouts.queue_s", "r1", None),
         (PROMPT + ',"delivery":{"pad":-1}}', "invalid_request", "delivery.pad", "r1", None),
@@ -270,3 +292,28 @@ def test_text_survives_the_wire(text: str) -> None:
     delta = wire.Delta(id="r1", seq=1, text=text)
     assert wire.decode_server(wire.encode(delta)) == delta
     assert delta.tokens is UNSET
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"' + "[" * 1000 + '"',
+        r'"\\" ,"x_b":"\"' + "[{" * 1000 + r'\\"',
+        "[" + "[],{}," * 1000 + "1]",
+        "[" * 63 + "]" * 63,
+    ],
+)
+def test_brackets_in_strings_and_beside_each_other_are_no_depth(value: str) -> None:
+    assert wire.decode_client(f'{{"type":"ping","x_a":{value}}}') == wire.Ping()
+
+
+def test_many_keys_and_many_brackets_are_read_in_linear_time() -> None:
+    def seconds(text: str) -> float:
+        begin = time.perf_counter()
+        with suppress(wire.BadMessage):
+            wire.decode_client(text)
+        return time.perf_counter() - begin
+
+    keys = ",".join(f'"x_{i}":1' for i in range(100_000))
+    assert seconds(f'{{"type":"ping",{keys},"x_0":1}}') < 2
+    assert seconds('{"type":"ping","x_a":[' + "[]," * 1_300_000 + "1]}") < 2

@@ -97,6 +97,37 @@ def test_stop_may_be_repeated_and_is_not_part_of_the_answer(runner, capsys):
     assert (answer["text"], answer["finish_reason"], answer["stop_sequence"]) == (" upon", "stop", " a t")
 
 
+def test_generate_prints_each_of_several_answers_and_says_which_on_stderr(runner, capsys):
+    assert cli.run(["generate", "--prompt", "once", "--raw", "--n", "2", "--max-tokens", "5"]) == 0
+    said = capsys.readouterr()
+    assert said.out == " upon\n upon\n"
+    assert said.err.splitlines()[-2:] == ["answer 1 of 2 (length):", "answer 2 of 2 (length):"]
+
+
+def test_generate_json_holds_every_answer_in_choices(runner, capsys):
+    assert cli.run(["generate", "--prompt", "once", "--raw", "--n", "2", "--max-tokens", "5", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [choice["text"] for choice in answer["choices"]] == [" upon", " upon"]
+    assert answer["usage"]["completion_tokens"] == 10
+
+
+def test_log_probabilities_are_a_line_for_each_token_on_stderr(runner, capsys):
+    arguments = ["generate", "--prompt", "once", "--raw", "--max-tokens", "3", "--logprobs", "1"]
+    assert cli.run(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out == " up\n"
+    lines = said.err.splitlines()[-3:]
+    assert [line.split(maxsplit=1)[1][:3] for line in lines] == ["' '", "'u'", "'p'"]
+    assert all(len(line.split("  ")) >= 2 for line in lines)
+
+
+def test_every_way_to_draw_is_an_option(runner, capsys):
+    options = ["--logit-bias", "5=-1", "--logit-bias", "6=2.5", "--bad-word", "no", "--allowed-token-id", "32"]
+    options += ["--typical-p", "0.9", "--repetition-penalty", "1.1", "--min-tokens", "2", "--priority", "3"]
+    assert cli.run(["generate", "--prompt", "once", "--raw", "--max-tokens", "3", *options]) == 0
+    assert runner.steps[0].rows[0].sampling.logit_bias == ((5, -1.0), (6, 2.5))
+
+
 def test_start_up_is_one_line_per_phase_where_stderr_is_no_terminal(runner, capsys):
     assert cli.run(["generate", "--prompt", "hi"]) == 0
     assert capsys.readouterr().err.splitlines() == PHASES
@@ -129,6 +160,13 @@ class Terminal(io.StringIO):
         (["generate", "--prompt", "x", "--top-p", "0"], "top_p"),
         (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "--prompt", "x", "--stop", ""], "stop"),
+        (["generate", "--prompt", "x", "--logit-bias", "5"], "logit_bias"),
+        (["generate", "--prompt", "x", "--logit-bias", "a=1"], "logit_bias"),
+        (["generate", "--prompt", "x", "--n", "17"], "max_n"),
+        (["generate", "--prompt", "x", "--beam-width", "2", "--top-k", "3"], "top_k"),
+        (["generate", "--prompt", "x", "--target-itl-ms", "nan"], "target_itl_ms"),
+        (["generate", "--prompt", "x", "--prefix-quota", "0"], "prefix_quota"),
+        (["generate", "--prompt", "x", "--trace-text"], "trace"),
         (["generate", "--prompt", "x", "--dtype", "float16"], "--dtype"),
         (["generate", "--prompt", "x", "--kv-pages", "1"], "kv_pages"),
         (["generate", "--prompt", "x" * 500], "256"),
@@ -137,6 +175,10 @@ class Terminal(io.StringIO):
         (["chat", "--model", ""], "model"),
         (["serve", "--port", "70000"], "port"),
         (["serve", "--drain-s", "-1"], "drain_s"),
+        (["serve", "--drain-s", "inf"], "drain_s"),
+        (["serve", "--heartbeat-s", "nan"], "heartbeat_s"),
+        (["serve", "--host", "x" * 64], "host"),
+        (["generate", "--prompt", "x", "--kv-pages", "9" * 30], "kv_pages"),
         (["sing"], "sing"),
     ],
 )
@@ -293,6 +335,33 @@ def test_a_reader_that_goes_away_ends_generate_quietly():
     assert b"Traceback" not in err
     assert b"Exception" not in err
     assert b"error" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_behind_stdout_is_one_line_and_status_1():
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", PROGRAM, "generate", "--prompt", "hi", "--max-tokens", "5"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=30, env=environment())
+    (complaint,) = [line for line in done.stderr.decode().splitlines() if line not in PHASES]
+    assert (done.returncode, "No space left" in complaint) == (1, True), complaint
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_quiet():
+    program = """
+import sys
+
+class Interrupted:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "streamengine.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+from streamengine.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, env=environment())
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_ctrl_c_in_chat_ends_the_answer_and_not_the_conversation():

@@ -28,6 +28,7 @@ from streamengine.link import (
     Failed,
     FromCore,
     FrontLink,
+    LinkBroken,
     LinkClosed,
     Progress,
     Ready,
@@ -193,6 +194,16 @@ def test_a_runner_that_cannot_be_built_is_told_in_one_line_and_ends_the_core(err
         assert front.receive() is None
 
 
+def test_a_config_that_cannot_be_read_is_told_and_ends_the_core():
+    front, back = link_pair()
+    body = msgspec.msgpack.encode([{"type": "configure", "config": {"kv_pages": 1.5}}])
+    with front:
+        front.sendall(len(body).to_bytes(4) + body)
+        with pytest.raises(LinkBroken, match="kv_pages"):
+            run_core(CoreLink(back), lambda config, report: FakeRunner())
+        assert b"kv_pages" in front.recv(4096)
+
+
 def test_a_warm_up_that_raises_is_a_failed_start_and_closes_the_runner():
     class Cold(FakeRunner):
         def warmup(self) -> None:
@@ -261,6 +272,58 @@ def test_with_depth_two_the_next_step_is_launched_before_the_first_one_is_awaite
         assert front.finish(1)[1] == (oracle(b"hello", 6), LENGTH)
 
 
+# options
+
+
+def test_a_prefix_is_found_unless_that_is_switched_off():
+    for on in (True, False):
+        with core(FakeRunner(), EngineConfig(max_num_seqs=8, enable_prefix_caching=on)) as front:
+            for id in (1, 2):
+                front.send(submit(id, b"the same long prompt"))
+                front.finish(id)
+            assert front.statistics().get("prefix_hits", 0) == (16 if on else 0)
+
+
+def test_the_threshold_for_long_prompts_is_applied():
+    runner = FakeRunner()
+    with core(runner, EngineConfig(max_num_seqs=8, long_prefill_token_threshold=6)) as front:
+        front.send(submit(1, b"x" * 20, 1))
+        front.finish(1)
+    assert [len(row.tokens) for step in runner.steps for row in step.rows] == [6, 6, 6, 2]
+
+
+@both_depths
+def test_debug_poisons_freed_pages_between_steps_and_checks_the_books(depth):
+    class Recorder(FakeRunner):
+        def poison(self, pages):
+            poisoned.update(pages)
+            super().poison(pages)
+
+    poisoned: set[int] = set()
+    runner = Recorder(fake_kv(pages=9), depth=depth)
+    with core(runner, EngineConfig(max_num_seqs=8, debug=True, enable_prefix_caching=False)) as front:
+        front.send(*(submit(id, bytes([id]) * 5, 9) for id in range(1, 7)))
+        answers = front.finish(*range(1, 7))
+    assert all(answers[id] == (oracle(bytes([id]) * 5, 9), LENGTH) for id in range(1, 7))
+    assert len(poisoned) >= 4
+
+
+def test_a_trace_that_cannot_be_written_is_a_failed_start(tmp_path):
+    with unready_core(FakeRunner, EngineConfig(max_num_seqs=8, trace=str(tmp_path / "no" / "trace"))) as front:
+        front.receive()
+        message = front.receive()
+        assert isinstance(message, Failed) and "the trace cannot be written" in message.message
+
+
+def test_the_steps_are_counted_in_histograms():
+    with core(FakeRunner()) as front:
+        front.send(submit(1, max_tokens=3))
+        front.finish(1)
+        statistics = front.statistics()
+        assert statistics["step_s_count"] == statistics["step_rows_count"] == 3
+        assert statistics["step_tokens_sum"] == 5 + 2
+
+
 # one request at fault
 
 
@@ -277,6 +340,15 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_are_served():
             ),
         )
         assert answers[1] == answers[3] == (oracle(b"hello", 3), LENGTH)
+
+
+def test_each_answer_of_a_refused_request_is_told_its_end():
+    with core(FakeRunner(), EngineConfig(max_num_seqs=2)) as front:
+        front.send(Submit(Request(id=1, prompt=(1, 2), max_tokens=3, sampling=GREEDY, n=3)))
+        deltas = front.deltas()
+        assert [(delta.index, delta.finish and delta.finish.cause) for delta in deltas] == [
+            (index, "invalid_request") for index in range(3)
+        ]
 
 
 def test_one_request_more_than_the_queue_holds_is_refused_as_overloaded():

@@ -1,19 +1,24 @@
 """The engine over the real link and the real core; only the runner is a fake."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy
 import pytest
 from anyio.to_thread import run_sync
 
 from compiled.step import LoadError, Runner
+from streamengine.compose import core_process
 from streamengine.config import EngineConfig
 from streamengine.core import run_core
 from streamengine.engine import Engine, Generate, Result
@@ -29,10 +34,21 @@ from streamengine.errors import (
     Unavailable,
     UnsupportedFeature,
 )
-from streamengine.link import CoreLink, FrontLink, Progress, link_pair
+from streamengine.link import CoreLink, FrontLink, LinkClosed, Progress, link_pair
 from streamengine.log import Log, TextDelta
-from streamengine.request import SamplingParams
-from tests.fakes import EOS, VOCAB_SIZE, Answer, ByteTokenizer, FakeRunner, fake_kv, fake_model, oracle, script
+from streamengine.sampling import SamplingParams
+from tests.fakes import (
+    EOS,
+    VOCAB_SIZE,
+    Answer,
+    ByteTokenizer,
+    FakeRunner,
+    beam_oracle,
+    fake_kv,
+    fake_model,
+    oracle,
+    script,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -239,6 +255,88 @@ async def test_a_seed_is_drawn_where_none_is_given_and_kept_where_one_is() -> No
         assert await text(None) != await text(None)
 
 
+# several answers, scores and cached prefixes
+
+
+def drawn(max_tokens: int = 20, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=1, max_tokens=max_tokens, **more)
+
+
+async def test_several_answers_are_what_each_is_alone_with_a_seed_of_its_own() -> None:
+    async with opened() as (engine, _):
+        alone = [(await engine.generate("hello", sampling=drawn(seed=7 + i))).text for i in range(3)]
+        result = await engine.generate("hello", sampling=drawn(seed=7, n=3))
+        assert [choice.text for choice in result.choices] == alone
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (5, 60)
+        best = await engine.generate("hello", sampling=drawn(seed=7, best_of=3, logprobs=0))
+        means = [sum(item.logprob for item in choice.logprobs) / 20 for choice in best.choices]
+        assert best.text in alone and len(means) == 1
+        assert best.usage.completion_tokens == 60
+        everyone = await engine.generate("hello", sampling=drawn(seed=7, n=3, logprobs=0))
+        assert means[0] == max(sum(item.logprob for item in choice.logprobs) / 20 for choice in everyone.choices)
+
+
+async def test_a_stop_string_in_one_of_several_answers_leaves_the_others_whole() -> None:
+    async with opened() as (engine, _):
+        whole = [choice.text for choice in (await engine.generate("hello", sampling=drawn(400, seed=7, n=3))).choices]
+        pairs = (whole[1][i : i + 3] for i in range(100))
+        stop = next(pair for pair in pairs if pair not in whole[0] and pair not in whole[2])
+        result = await engine.generate("hello", sampling=drawn(400, seed=7, n=3, stop=(stop,)))
+        assert [choice.text for choice in result.choices] == [whole[0], whole[1].partition(stop)[0], whole[2]]
+        assert [choice.stop_sequence for choice in result.choices] == [None, stop, None]
+        statistics = await engine.statistics()
+        assert (statistics["running"], statistics["kv_pages_used"]) == (0, 0)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+async def test_beams_are_those_of_a_plain_search(length_penalty: float) -> None:
+    async with opened() as (engine, _):
+        sampling = SamplingParams(
+            beam_width=4, n=3, max_tokens=8, length_penalty=length_penalty, ignore_eos=True, prompt_logprobs=0
+        )
+        result = await engine.generate("hello", sampling=sampling)
+        assert "".join(item.text for item in result.prompt_logprobs) == "ello"
+        found = beam_oracle(b"hello", 8, 4, n=3, length_penalty=length_penalty)
+        assert [(list(choice.token_ids), choice.beam_score) for choice in result.choices] == found
+        alone = SamplingParams(beam_width=4, max_tokens=8)
+        (delta,) = [delta async for delta in engine.stream("hello", sampling=alone)]
+        assert list(delta.token_ids) == beam_oracle(b"hello", 8, 4)[0][0]
+
+
+async def test_scores_of_the_prompt_are_whole_on_a_cached_prompt_and_in_chunks() -> None:
+    prompt = "a prompt that fills some pages of the cache"
+    async with opened(max_num_seqs=4, max_num_batched_tokens=7) as (engine, _):
+        for _ in range(2):
+            result = await engine.generate(prompt, sampling=greedy(2, prompt_logprobs=2))
+            assert "".join(item.text for item in result.prompt_logprobs) == prompt[1:]
+            assert [len(item.top) for item in result.prompt_logprobs] == [2] * (len(prompt) - 1)
+
+
+async def test_cached_tokens_are_counted_within_a_tenant_and_never_across() -> None:
+    prompt = "x" * 100
+    async with opened() as (engine, _):
+        counts = [
+            (await engine.generate(prompt, sampling=GREEDY, tenant=tenant)).usage.cached_tokens
+            for tenant in ("one", "one", "other")
+        ]
+        assert counts == [0, 96, 0]
+        several = await engine.generate(prompt, sampling=drawn(n=3), tenant="one")
+        assert several.usage.cached_tokens == 96
+
+
+async def test_a_stop_string_inside_an_accepted_guess_gives_the_answer_without_guessing() -> None:
+    reply = "one two three. one two three. one two three. END one two three."
+    async with opened(roomy(answer=answers("q", reply))) as (engine, _):
+        plain, guessed = [
+            await engine.generate("q", sampling=greedy(70, stop=("three. END",), logprobs=1, speculate=most))
+            for most in (0, 4)
+        ]
+        assert (await engine.statistics())["accepted_tokens"] > 0
+    assert plain.text == reply.partition("three. END")[0]
+    for field in ("text", "token_ids", "logprobs", "usage", "stop_sequence"):
+        assert getattr(guessed, field) == getattr(plain, field)
+
+
 # refusals
 
 
@@ -249,8 +347,6 @@ async def test_a_seed_is_drawn_where_none_is_given_and_kept_where_one_is() -> No
         ({"prompt": "a", "messages": ({"role": "user", "content": "a"},)}, InvalidRequest, "messages"),
         ({"prompt": "a", "token_ids": (1,)}, InvalidRequest, "token_ids"),
         ({"prompt": ""}, InvalidRequest, "prompt"),
-        ({"prompt": 5}, InvalidRequest, "prompt"),
-        ({"prompt": "a\ud800"}, InvalidRequest, "prompt"),
         ({"messages": ()}, InvalidRequest, "messages"),
         ({"messages": ({"role": "user"},)}, InvalidRequest, "messages[0].content"),
         ({"messages": ({"role": "user", "content": [{"type": "image"}]},)}, UnsupportedFeature, None),
@@ -260,9 +356,6 @@ async def test_a_seed_is_drawn_where_none_is_given_and_kept_where_one_is() -> No
         ({"token_ids": (True,)}, InvalidRequest, "token_ids"),
         ({"token_ids": "ab"}, InvalidRequest, "token_ids"),
         ({"prompt": "a", "sampling": greedy(stop_token_ids=(VOCAB_SIZE,))}, InvalidRequest, "stop_token_ids"),
-        ({"prompt": "a", "sampling": greedy(stop=("\udc00",))}, InvalidRequest, "stop"),
-        ({"prompt": "a", "queue_s": 0}, InvalidRequest, "queue_s"),
-        ({"prompt": "a", "total_s": float("nan")}, InvalidRequest, "total_s"),
         ({"prompt": "a" * 2048}, ContextLengthExceeded, "prompt"),
         ({"token_ids": (1,) * 3000}, ContextLengthExceeded, "token_ids"),
         ({"messages": ({"role": "user", "content": "a" * 5000},)}, ContextLengthExceeded, "messages"),
@@ -279,6 +372,49 @@ async def test_what_cannot_be_answered_is_refused_by_the_name_of_the_field(
         assert param is None or error.value.param == param
         assert (await engine.generate("hello", sampling=GREEDY)).text == expected("hello")
         assert (await engine.statistics())[f"engine_refused_{kind.code}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", 5),
+        ("prompt", "a\ud800"),
+        ("sampling", None),
+        ("sampling", {"temperature": 0}),
+        ("queue_s", 0),
+        ("queue_s", 10**400),
+        ("total_s", float("nan")),
+        ("priority", 101),
+        ("priority", True),
+        ("tenant", 5),
+        ("tenant", "x" * 257),
+    ],
+)
+async def test_a_field_that_is_no_such_thing_is_refused_before_anything_is_asked(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field) as error:
+        Generate(**{field: value})
+    assert error.value.param == field
+    assert len(error.value.message) <= 300
+
+
+async def test_numbers_of_other_libraries_reach_the_core_as_plain_ones() -> None:
+    class Id(int):
+        pass
+
+    class Name(str):
+        pass
+
+    numbers: dict[str, Any] = {
+        "temperature": numpy.float64(0),
+        "max_tokens": numpy.int64(20),
+        "top_p": numpy.float32(1),
+        "logit_bias": {Id(1): Fraction(1)},
+    }
+    sampling = SamplingParams(**numbers)
+    async with opened() as (engine, _):
+        ids: list[Any] = [*numpy.array(list(b"hell")), Id(ord("o"))]
+        result = await engine.generate(token_ids=ids, sampling=sampling, priority=Id(3), tenant=Name("x"))
+        assert result.text == expected("hello")
 
 
 async def test_refusals_have_the_numbers_in_them() -> None:
@@ -524,6 +660,39 @@ async def test_a_core_that_cannot_start_is_a_startup_error() -> None:
             async with engine:
                 raise AssertionError("entered")
     assert engine.status == "failed"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_core_that_dies_while_it_starts_is_a_failure_and_is_not_tried_again(restart: bool) -> None:
+    def dying() -> Runner:
+        cores.kill()
+        return roomy()
+
+    cores = Cores(dying)
+    engine = Engine(EngineConfig(), cores.connect, lambda folder: ByteTokenizer(), restart=restart)
+    with anyio.fail_after(PATIENCE_S):
+        with pytest.raises(EngineFailure, match="the core died while it started"):
+            async with engine:
+                raise AssertionError("entered")
+    assert cores.started == 1
+
+
+async def test_a_killed_process_is_known_by_its_signal() -> None:
+    with anyio.fail_after(PATIENCE_S):
+        async with core_process() as link:
+            os.kill(core_of_this_process(), signal.SIGKILL)
+            with pytest.raises(LinkClosed):
+                await link.receive()
+            assert link.obituary is not None
+            assert await link.obituary() == "killed by SIGKILL"
+
+
+def core_of_this_process() -> int:
+    children = [
+        child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    (core,) = (int(child) for child in children if b"streamengine" in Path("/proc", child, "cmdline").read_bytes())
+    return core
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_a_startup_error() -> None:

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from compiled.step import PADDING_PAGE
 from streamengine.kv import KVPool
+from streamengine.prefix import PrefixCache
 
 
 def test_every_page_but_the_padding_page_is_handed_out_once():
@@ -35,7 +36,7 @@ def test_pages_for_rounds_up():
     assert [pool.pages_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("pages", [(1, 1), (2,), (PADDING_PAGE,)])
+@pytest.mark.parametrize("pages", [(1, 1), (2,)])
 def test_freeing_what_is_not_held_is_our_bug(pages):
     pool = KVPool(pages=4, page_size=4)
     assert pool.take(1) == [1]
@@ -45,17 +46,72 @@ def test_freeing_what_is_not_held_is_our_bug(pages):
 
 def test_check_finds_a_page_that_is_both_free_and_held():
     pool = KVPool(pages=4, page_size=4)
-    pool._pages[2].refs = 1
-    with pytest.raises(AssertionError, match="page 2 is free and held"):
+    pool._refs[2] = 1
+    with pytest.raises(AssertionError, match="a page is blank and held"):
         pool.check()
 
 
 def test_check_finds_a_page_that_nobody_remembers():
     pool = KVPool(pages=4, page_size=4)
     pool.take(1)
-    pool._pages[1].refs = 0
+    pool._refs[1] = 0
     with pytest.raises(AssertionError, match="2 free and 0 held of 3"):
         pool.check()
+
+
+def test_a_shared_page_is_free_when_the_last_holder_lets_go():
+    pool = KVPool(pages=4, page_size=4)
+    pages = tuple(pool.take(2) or ())
+    pool.share(pages[:1])
+    pool.free(pages)
+    pool.check(pages[:1])
+    assert pool.available == 2
+    pool.free(pages[:1])
+    pool.check([])
+
+
+def test_check_finds_a_page_that_one_table_more_holds_than_the_pool_knows():
+    pool = KVPool(pages=4, page_size=4)
+    pages = pool.take(1) or []
+    with pytest.raises(AssertionError, match="page tables say"):
+        pool.check(pages * 2)
+
+
+def test_a_page_that_fell_out_of_a_window_is_not_freed_with_its_table():
+    pool = KVPool(pages=4, page_size=4)
+    pages = pool.take(1) or []
+    pool.free((PADDING_PAGE, *pages))
+    pool.check([])
+
+
+def test_each_time_that_a_page_is_handed_out_it_begins_a_new_generation():
+    pool = KVPool(pages=2, page_size=4)
+    before = pool.generations(pool.take(1) or ())
+    pool.free((1,))
+    assert pool.generations([1]) == before
+    pool.take(1)
+    assert pool.generations([1]) != before
+
+
+def test_debug_tells_once_which_pages_became_blank_and_were_not_taken_again():
+    pool = KVPool(pages=5, page_size=4, debug=True)
+    pool.take(3)
+    pool.free((1, 2, 3))
+    assert pool.take(1) == [1]
+    assert pool.drain_freed() == [2, 3] and pool.drain_freed() == []
+
+
+def test_cached_pages_count_as_available_and_are_taken_after_all_blank_ones():
+    cache = PrefixCache(page_size=2, pages=4)
+    pool = KVPool(5, 2, cache)
+    table = tuple(pool.take(2) or ())
+    cache.add(cache.chain(""), [1, 2, 3, 4], table, 4)
+    pool.free(table)
+    assert pool.available == 4
+    first, second = pool.take(2), pool.take(2)
+    assert first is not None and set(first).isdisjoint(table)
+    assert second == [table[1], table[0]], "the last page of a sequence goes first"
+    pool.check()
 
 
 @given(st.integers(2, 12), st.lists(st.integers(-3, 6)))

@@ -309,3 +309,43 @@ async def test_closing_the_engines_end_wakes_its_own_reader(sockets):
             group.start_soon(read)
             await anyio.wait_all_tasks_blocked()
             await link.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_message_that_cannot_travel_is_its_posters_error_and_the_link_goes_on(sockets):
+    class Foreign(int):
+        pass
+
+    front, core = sockets
+    link = await FrontLink.open(front)
+    with anyio.fail_after(WAIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run_writer)
+            with pytest.raises(TypeError):
+                link.post(Stop(), Abort(Foreign(1), "client"))
+            with pytest.raises(OverflowError):
+                link.post(Abort(2**70, "client"))
+            link.post(AskStatistics())
+            assert await anyio.to_thread.run_sync(CoreLink(core).receive, True) == [AskStatistics()]
+            await link.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_long_outbox_leaves_in_frames_of_bounded_size(sockets):
+    front, core = sockets
+    link = await FrontLink.open(front)
+    prompt = tuple(range(2**16, 2**16 + 40_000))
+    posted = [Submit(Request(id=i, prompt=prompt, max_tokens=1, sampling=Sampling())) for i in range(20)]
+    link.post(*posted)
+    link.post(Stop())
+    with anyio.fail_after(WAIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run_writer)
+            (length,) = struct.unpack("!I", await anyio.to_thread.run_sync(core.recv, 4, socket.MSG_PEEK))
+            assert length < 2 * 256 * 1024
+            end = CoreLink(core)
+            received: list[ToCore] = []
+            while len(received) < 21:
+                received += await anyio.to_thread.run_sync(end.receive, True)
+            assert received == [*posted, Stop()]
+            await link.aclose()

@@ -353,10 +353,10 @@ def test_an_abort_gives_every_page_back_whatever_the_request_was_doing(turns, de
         bench.turn()
     if depth == 2:
         bench.launch()
-    delta = bench.abort(id)
-    assert delta is not None and delta.finish == Finish("cancelled", "client")
+    (delta,) = bench.abort(id)
+    assert delta.finish == Finish("cancelled", "client")
     assert bench.pool.available == bench.pool.capacity and not bench.scheduler.has_work
-    assert bench.abort(id) is None
+    assert bench.abort(id) == []
     bench.run()
     assert bench.answers[id] == bench.expected(id)[: len(bench.answers[id])]
 
@@ -410,6 +410,10 @@ def test_statistics_count_requests_tokens_and_ends():
     assert statistics == {
         "running": 0,
         "waiting": 0,
+        "waiting_preempted": 0,
+        "waiting_tenants": 0,
+        "draft_tokens": 0,
+        "accepted_tokens": 0,
         "steps": 3,
         "preemptions": 0,
         "prompt_tokens": 8,

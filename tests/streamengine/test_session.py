@@ -12,7 +12,7 @@ import pytest
 
 from streamengine.config import ServerConfig
 from streamengine.errors import ContextLengthExceeded, EngineFailure, Overloaded
-from streamengine.log import Log, Outcome, Timing
+from streamengine.log import Log, Outcome, Timing, TokenLogprob
 from streamengine.session import Session, TransportClosed
 from tests.fakes import fake_model
 from tests.serving import VALIDATORS
@@ -186,6 +186,7 @@ async def test_the_first_message_says_what_the_server_is_and_allows() -> None:
         )  # fmt: skip
         assert hello["limits"] == {"max_message_bytes": 4 * 1024 * 1024, "max_streams": 3, "heartbeat_s": 15.0}
         assert "resume" not in hello["features"]
+        assert hello["server"].keys() == {"name", "version"}
 
 
 async def test_a_stream_has_no_gap_no_repeat_one_terminal_and_a_checksum() -> None:
@@ -321,6 +322,63 @@ async def test_token_ids_come_when_they_are_asked_for() -> None:
         assert (delta["seq"], delta["text"], delta["tokens"]) == (1, "", [300])
 
 
+async def test_every_way_to_draw_reaches_the_engine_under_its_name() -> None:
+    fields: dict[str, Any] = {
+        "min_tokens": 2, "typical_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.5,
+        "ignore_eos": True, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    lists: dict[str, Any] = {"stop_token_ids": [4], "allowed_token_ids": [4, 5]}
+    async with connect() as it:
+        words = ["no", [1, 2]]
+        await it.started(
+            **fields, **lists, bad_words=words, logit_bias={"5": 1}, logprobs=True, top_logprobs=3, priority=7
+        )
+        (generate,) = it.engine.generates
+        sampling = generate.sampling
+        assert {name: getattr(sampling, name) for name in fields} == fields
+        assert {name: list(getattr(sampling, name)) for name in lists} == lists
+        assert sampling.bad_words == ("no", (1, 2))
+        assert (sampling.bias_by_id, sampling.logprobs) == ({5: 1.0}, 3)
+        assert (generate.priority, generate.tenant) == (7, "")
+
+
+async def test_log_probabilities_come_one_for_each_token_and_parts_of_characters_as_bytes() -> None:
+    async with connect() as it:
+        log = await it.started(logprobs=True, top_logprobs=1)
+        top = TokenLogprob(token=65, text="A", bytes=b"A", logprob=-0.1, rank=1)
+        items = [
+            TokenLogprob(token=token, text="\ufffd", bytes=bytes([token]), logprob=-1.0, rank=2, top=(top,))
+            for token in "é".encode()
+        ]
+        log.append([(0xC3, ""), (0xA9, "é")], items)
+        end(log)
+        delta, _ = await it.client.until("done", "r1")
+        shown = {"logprob": -1.0, "top": [{"token": 65, "text": "A", "logprob": -0.1}]}
+        assert delta["logprobs"] == [{"token": 0xC3, "b64": "ww==", **shown}, {"token": 0xA9, "b64": "qQ==", **shown}]
+        assert len(delta["logprobs"]) == delta["n"]
+
+
+async def test_log_probabilities_leave_in_smaller_pieces() -> None:
+    async with connect() as it:
+        log = await it.started(logprobs=True)
+        item = TokenLogprob(token=120, text="x", bytes=b"x", logprob=-1.0, rank=1)
+        log.append([(120, "x")] * 100, [item] * 100)
+        end(log)
+        deltas = (await it.client.until("done", "r1"))[:-1]
+        assert [len(delta["logprobs"]) for delta in deltas] == [delta["n"] for delta in deltas] == [32, 32, 32, 4]
+
+
+async def test_tokens_from_the_prefix_cache_are_told_while_waiting_and_at_the_end() -> None:
+    async with connect() as it:
+        log = await it.started()
+        log.started, log.cached_tokens = True, 4
+        log.wake()
+        assert (await it.client.next())["cached_tokens"] == 4
+        say(log, "a")
+        end(log)
+        assert (await it.client.until("done", "r1"))[-1]["usage"]["cached_tokens"] == 4
+
+
 async def test_a_duplicate_id_is_refused_and_the_running_request_goes_on() -> None:
     async with connect() as it:
         log = await it.started()
@@ -350,16 +408,9 @@ async def test_one_request_too_many_is_refused_and_room_is_there_again_after_a_t
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
-        ("top_logprobs", 2),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{}]),
         ("tool_choice", "auto"),
-        ("priority", 1),
         ("key", "12345678"),
         ("delivery.window", 5),
         ("delivery.linger_s", 5),
@@ -402,6 +453,13 @@ async def test_asking_for_what_happens_anyway_is_no_fault() -> None:
         ({"temperature": -1}, "invalid_request", "temperature"),
         ({"temprature": 1}, "invalid_request", "temprature"),
         ({"max_tokens": 0}, "invalid_request", "max_tokens"),
+        ({"n": 2}, "invalid_request", "n"),
+        ({"tenant": "somebody"}, "invalid_request", "tenant"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs"),
+        ({"top_logprobs": 2}, "invalid_request", "top_logprobs"),
+        ({"logit_bias": {"abc": 1}}, "invalid_request", "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "invalid_request", "logit_bias"),
+        ({"min_tokens": 3, "max_tokens": 2}, "invalid_request", "min_tokens"),
         ({"token_ids": [1]}, "invalid_request", "token_ids"),
     ],
 )
@@ -429,6 +487,7 @@ async def test_what_the_engine_refuses_ends_that_request_alone(refusal: Exceptio
         it.client.generate("r1")
         error = await it.client.next()
         assert (error["code"], error["id"], error["retryable"]) == (code, "r1", retryable)
+        assert ("retry_after_ms" in error) is retryable
         assert "bug" not in error["message"]
         it.engine.refusal = None
         await it.started("r1")
@@ -544,7 +603,7 @@ async def test_a_request_that_is_still_being_read_at_the_disconnect_is_never_tak
 
 
 async def test_an_idle_connection_hears_a_heartbeat() -> None:
-    async with connect(heartbeat_s=0.02) as it:
+    async with connect(heartbeat_s=0.1) as it:
         kinds = [(await it.client.next())["type"] for _ in range(3)]
         assert kinds == ["hello", "heartbeat", "heartbeat"]
 
@@ -612,3 +671,29 @@ async def test_an_idle_connection_goes_away_at_once() -> None:
         it.session.go_away("shutdown", 30)
         assert (await it.client.next())["type"] == "goaway"
         assert await it.closed() == 1001
+
+
+async def test_an_answer_to_a_bad_message_is_short_however_long_that_was() -> None:
+    long = "x" * 200_000
+    async with connect() as it:
+        await it.client.next()
+        for fields in (
+            {"model": long},
+            {long: 1},
+            {"logit_bias": {long: 1}},
+            {"tool_choice": long},
+            {"delivery": {long: 1}},
+            {"n": long},
+        ):
+            it.client.generate("r1", **fields)
+            message = await it.client.next()
+            assert (message["type"], len(json.dumps(message)) < 700) == ("error", True), message
+
+
+async def test_a_long_message_is_decoded_beside_the_event_loop_and_in_its_turn() -> None:
+    async with connect() as it:
+        it.client.generate("r1", prompt="x" * 200_000)
+        it.client.send("cancel", id="r1")
+        messages = [await it.client.next() for _ in range(2)]
+        assert [message["type"] for message in messages] == ["hello", "accepted"]
+        assert [cause for _, cause in it.engine.aborts] == ["client"]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from random import Random
 
 import pytest
 import tokenizers
@@ -141,6 +142,61 @@ def test_byte_tokens_of_real_text_come_out_exactly(text: str, cuts: list[int]) -
     prompt = [vocab["▁Hello"]]
     ids = [vocab[f"<0x{b:02X}>"] for b in text.encode()]
     assert joined(run(Detokenizer(decode, prompt), split(ids, cuts))) == text
+
+
+def test_ten_thousand_random_answers_stream_to_their_one_shot_decode_with_every_chunking() -> None:
+    decode, random = byte_level(), Random(0)
+    pools: list[Sequence[int]] = [range(BYTE_LEVEL_IDS), [0xE2, 0x82, 0xAC, 32, 256, 257, 260, 263]]
+    for number in range(10_000):
+        ids = random.choices(pools[number % 2], k=random.randrange(25))
+        whole = decode(ids)
+        # Every chunking of a few ids; of many the two extremes and one between.
+        cuts = range(2 ** (len(ids) - 1)) if 0 < len(ids) <= 5 else (0, -1, random.getrandbits(24))
+        for mask in cuts:
+            chunks = split(ids, [i for i in range(1, len(ids)) if mask >> (i - 1) & 1])
+            assert joined(run(Detokenizer(decode), chunks)) == whole, (ids, chunks)
+
+
+@given(
+    st.lists(st.sampled_from(bytes_of("aab€")), max_size=12),
+    st.lists(st.text("ab€", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_a_stop_counts_from_the_token_min_tokens_on(
+    ids: list[int], stops: list[str], min_tokens: int, include: bool
+) -> None:
+    decode = byte_level()
+    detokenizer = Detokenizer(decode, stop=stops, min_tokens=min_tokens, include_stop=include)
+    entries = run(detokenizer, [ids])
+    # The rule, token by token: the first completed stop among those that enough tokens are there for.
+    for count in range(len(ids) + 1):
+        before, text = decode(ids[: count - 1] if count else []), decode(ids[:count])
+        before, text = (before.rstrip(FFFD), text.rstrip(FFFD)) if count < len(ids) else (before.rstrip(FFFD), text)
+        ends = range(len(before) + 1, len(text) + 1) if count >= max(min_tokens, 1) else range(0)
+        hits = [(end, -len(stop)) for end in ends for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            end, size = min(hits)
+            assert joined(entries) == text[: end if include else end + size]
+            assert len(entries) == count
+            return
+    assert (joined(entries), detokenizer.stop_sequence) == (decode(ids), None)
+
+
+def test_a_stop_before_min_tokens_is_text_and_one_that_began_before_and_ends_after_is_a_stop() -> None:
+    detokenizer = Detokenizer(byte_level(), stop=("ab",), min_tokens=4)
+    assert joined(detokenizer.push(bytes_of("abxabyy"))) == "abx"
+    assert detokenizer.stop_sequence == "ab"
+    straddling = Detokenizer(byte_level(), stop=("abc",), min_tokens=3)
+    assert joined(straddling.push(bytes_of("abc"))) == ""
+    overlapping = Detokenizer(byte_level(), stop=("aa",), min_tokens=3)
+    assert joined(overlapping.push(bytes_of("aaa"))) == "a"
+
+
+def test_the_stop_itself_is_part_of_the_text_where_that_is_asked_for() -> None:
+    detokenizer = Detokenizer(byte_level(), stop=("<end>",), include_stop=True)
+    assert joined(detokenizer.push(bytes_of("a<end>b"))) == "a<end>"
+    assert detokenizer.stop_sequence == "<end>"
 
 
 def test_a_character_split_over_tokens_is_shown_only_whole() -> None:

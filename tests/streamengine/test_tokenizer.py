@@ -9,8 +9,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from streamengine.checks import check_text
 from streamengine.errors import InvalidRequest, StartupError, UnsupportedFeature
-from streamengine.tokenizer import FolderTokenizer, check_text, load_tokenizer, read_messages
+from streamengine.tokenizer import FolderTokenizer, load_tokenizer, read_messages
 
 CHATML = (
     "{% for message in messages %}\n"
@@ -55,6 +56,31 @@ def test_a_prompt_gets_the_special_tokens_of_its_vocabulary_and_no_others(tmp_pa
     assert tokenizer.decode(ids) == "the cat"
     assert tokenizer.vocab_size == 292
     assert tokenizer.longest_token >= len("<|im_start|>")
+
+
+def test_a_part_of_a_text_has_no_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    assert tokenizer.encode_part(" the cat") == tokenizer.encode(" the cat")[1:]
+
+
+def test_the_bytes_of_single_tokens_join_to_the_text_and_special_tokens_have_none(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    text = "the cat – 😀 é\n\t"
+    parts = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+    assert b"".join(parts) == text.encode()
+    assert parts[0] == b""
+    assert any(not part.decode(errors="ignore") for part in parts[1:])
+    assert tokenizer.token_bytes(10**9) == b""
+
+
+def test_the_bytes_of_a_sentence_piece_keep_their_space_and_byte_tokens_are_bytes() -> None:
+    vocab = {"▁Hello": 0, "lo": 1, "<0xE2>": 2, "▁": 3, "▁▁▁a": 4}
+    library = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = FolderTokenizer(library, None)
+    assert [tokenizer.token_bytes(token) for token in range(5)] == [b" Hello", b"lo", b"\xe2", b" ", b"   a"]
 
 
 def test_text_survives_the_round_trip_exactly(tmp_path: Path) -> None:
@@ -142,7 +168,7 @@ def test_a_folder_that_cannot_be_used_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
     folder = make_folder(tmp_path, "\n{% if %}")
-    with pytest.raises(StartupError, match=r"chat template of .* line 2"):
+    with pytest.raises(StartupError, match=r"chat_template\.jinja: chat template, line 2"):
         load_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(StartupError, match=r"cannot read .*tokenizer_config\.json"):
@@ -150,6 +176,62 @@ def test_a_folder_that_cannot_be_used_fails_the_start(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer.json", None),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
+        ("tokenizer_config.json", b'{"chat_template": "{{ x | nonesuch }}"}'),
+        ("tokenizer_config.json", None),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{% endfor %}"),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000),
+        ("chat_template.jinja", None),
+    ],
+)
+def test_a_broken_file_is_one_line_with_its_name(tmp_path: Path, file: str, content: bytes | None) -> None:
+    path = make_folder(tmp_path, None) / file
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StartupError, match=file):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(9999) %}{% for b in range(9999) %}{{ b }}{% endfor %}{% endfor %}",
+        "{% macro twice() %}{{ twice() }}{{ twice() }}{% endmacro %}{{ twice() }}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{{ loop([1]) }}{% endfor %}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 10 * 10000 * [1] * 10000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+    ],
+)
+def test_a_template_that_would_never_end_is_cut_short(tmp_path: Path, template: str) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path, template))
+    with pytest.raises(InvalidRequest, match="chat template refuses") as error:
+        tokenizer.chat(USER)
+    assert len(error.value.message) <= 300
+
+
+def test_what_templates_do_with_loops_macros_and_repetition_is_left_alone(tmp_path: Path) -> None:
+    template = (
+        "{%- macro twice(x) %}{{ x * 2 }}{% endmacro -%}{%- for m in messages -%}"
+        "{{ loop.index }}{{ loop.last }}{{ twice(m.content) }}{{ '-' * 3 }}{%- else -%}none{%- endfor -%}"
+    )
+    assert rendered(load_tokenizer(make_folder(tmp_path, template))) == "1Truehihi---"
 
 
 def test_messages_are_read_to_roles_and_strings() -> None:
@@ -171,6 +253,7 @@ def test_messages_are_read_to_roles_and_strings() -> None:
         (["hi"], "messages[0]"),
         ([{"role": "user", "content": "a"}, {"content": "a"}], "messages[1].role"),
         ([{"role": "", "content": "a"}], "messages[0].role"),
+        ([{"role": "x" * 65, "content": "a"}], "messages[0].role"),
         ([{"role": 5, "content": "a"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),

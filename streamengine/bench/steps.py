@@ -1,11 +1,10 @@
-"""``streamengine bench``: how long steps take, and how far that is from what the machine can do.
+"""How long steps take, and how far that is from what the machine can do.
 
 A decoding step must read every weight once, and a prompt must multiply by every weight once per token; so
 decode is held against the memory bandwidth and prefill against the matrix product, both measured here, on
 the same threads, right before. Each figure is the median of several runs.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,12 +22,7 @@ CONTEXT = 128
 REPEATS = 7
 
 
-def run(config: EngineConfig, report: Callable[[Progress], None], show: Callable[[str], None]) -> None:
-    """Measure everything in this process, ``show`` a line for each figure, and last all of them as JSON.
-
-    Raises:
-        StartupError: the model cannot be loaded, or the KV pool is too small for the largest batch.
-    """
+def measure(config: EngineConfig, report: Callable[[Progress], None], show: Callable[[str], None]) -> dict[str, Any]:
     try:
         runner = build_runner(config, report)
     except LoadError as error:
@@ -60,7 +54,7 @@ def run(config: EngineConfig, report: Callable[[Progress], None], show: Callable
             f"prefill   {row['tokens']:>5} tok  {row['ms']:8.1f} ms         {row['tokens_per_s']:8.1f} tokens/s  "
             f"{row['percent_of_multiply']:5.1f} % of the multiply ceiling"
         )
-    show(json.dumps(result))
+    return result
 
 
 def _check_fit(runner: Runner) -> None:

@@ -1,0 +1,30 @@
+"""``streamengine bench``: what things cost, measured where it is called. Each scenario ends in one line of JSON."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from streamengine.bench import reuse, scheduling, steps
+from streamengine.config import EngineConfig
+from streamengine.link import Progress
+
+Scenario = Literal["steps", "scheduler", "prefix", "speculation"]
+Measure = Callable[[EngineConfig, Callable[[Progress], None], Callable[[str], None]], Mapping[str, Any]]
+
+_MEASURES: dict[Scenario, Measure] = {
+    "steps": steps.measure,
+    "scheduler": scheduling.measure,
+    "prefix": reuse.measure_prefix,
+    "speculation": reuse.measure_speculation,
+}
+
+
+def run(
+    scenario: Scenario, config: EngineConfig, report: Callable[[Progress], None], show: Callable[[str], None]
+) -> None:
+    """Measure in this process; ``show`` a line for each figure, and last all of them as JSON.
+
+    Raises:
+        StartupError: the model cannot be loaded, or the KV pool is too small for what is measured.
+    """
+    show(json.dumps({"scenario": scenario, **_MEASURES[scenario](config, report, show)}))

@@ -1,0 +1,140 @@
+"""Between a sequence and a step: the row that computes it further, and what comes back for it."""
+
+from compiled.step import Logprob, Row
+from streamengine.groups import MAX_TOKENS, STOP_TOKEN
+from streamengine.request import Delta, Finish, Sequence
+from streamengine.speculation import accepted
+
+_PLACEHOLDER = 0
+
+
+class Plan:
+    """A step in the making: its rows, whose they are, and the tokens that it has left.
+
+    Args:
+        tokens: of the step.
+        prefill: of these, for sequences with more than one token to compute.
+        threshold: of these, for one such sequence.
+    """
+
+    def __init__(self, tokens: int, prefill: int, threshold: int) -> None:
+        self.left = tokens
+        self._prefill = prefill
+        self._threshold = threshold
+        self.rows: list[Row] = []
+        self.sequences: list[Sequence] = []
+        self.copies: list[tuple[int, int]] = []
+        self.parents: list[Sequence] = []
+        """Those whose prompt is computed by this step, and whose other answers can begin."""
+
+    def chunk(self, need: int, behind: int = 0) -> int:
+        """How many of ``need`` tokens to compute; ``behind`` others still want a token each."""
+        return min(need, max(1, self.left - behind), self._prefill, self._threshold)
+
+    def add(self, sequence: Sequence, end: int, page_size: int, drafts: tuple[int, ...] = ()) -> None:
+        """Compute ``sequence`` up to ``end``, and ``drafts`` behind that. Its pages are there."""
+        size = end - sequence.computed
+        if size > 1:
+            self._prefill -= size
+        self.left -= size + len(drafts)
+        if sequence.copy_from is not None:
+            self.copies.append((sequence.copy_from, sequence.pages[sequence.computed // page_size]))
+            sequence.copy_from = None
+        self.rows.append(_row(sequence, end, drafts))
+        self.sequences.append(sequence)
+        if sequence.unborn and sequence.pending and not sequence.request.beam_width:
+            self.parents.append(sequence)
+
+
+def _row(sequence: Sequence, end: int, drafts: tuple[int, ...]) -> Row:
+    request, start, known = sequence.request, sequence.computed, sequence.tokens
+    tokens = tuple(known[start:end])
+    pending = end > len(known)
+    if pending:
+        assert end == len(known) + 1, "two steps in flight while a third is planned"
+        tokens += (_PLACEHOLDER,)
+    sequence.computed = end + len(drafts)
+    targets: tuple[int, ...] = ()
+    if request.prompt_logprobs is not None and sequence.scored < min(end, len(request.prompt) - 1):
+        targets = request.prompt[start + 1 : end + 1]
+    if end < sequence.known:
+        sampling = None
+    else:
+        sampling = sequence.sampling
+        sequence.pending += 1 + len(drafts)
+        if not (drafts or targets or sequence.needs_history or sequence.index):  # the many
+            return Row(request.id, tokens, start, sequence.pages, sampling, pending)
+    return Row(
+        request=request.id,
+        tokens=tokens + drafts,
+        start=start,
+        pages=sequence.pages,
+        sampling=sampling,
+        pending=pending,
+        drafts=len(drafts),
+        history=(*known[:start], *tokens) if sampling and sequence.needs_history else (),
+        prompt_length=len(request.prompt) if sampling and sequence.needs_history else 0,
+        targets=targets,
+        targets_top=request.prompt_logprobs or 0,
+        index=sequence.index,
+    )
+
+
+def accept(
+    sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: bool
+) -> tuple[tuple[int, ...], int, Finish | None]:
+    """Append what was sampled for ``row``: the new tokens, where the row's KV is right up to, the answer's end.
+
+    The token behind a wrong guess still counts, those behind it do not. A stop token wins over the length. A beam's
+    tokens are chosen later. ``resident``: the row's KV is in the sequence's pages.
+    """
+    request, end = sequence.request, row.start + len(row.tokens)
+    if not sampled:
+        return (), end, None
+    sequence.pending -= 1 + row.drafts
+    if row.drafts:
+        right = accepted(row.tokens[-row.drafts :], sampled)
+        sampled, end = sampled[: right + 1], end - row.drafts + right
+        if resident:
+            sequence.computed = end
+    if request.beam_width:
+        return (), end, None
+    left = request.max_tokens - sequence.answered
+    for count, token in enumerate(sampled, 1):
+        sequence.tokens.append(token)
+        if token in request.stop_token_ids:
+            return sampled[:count], end, STOP_TOKEN
+        if count == left:
+            return sampled[:count], end, MAX_TOKENS
+    return sampled, end, None
+
+
+def scores_of(sequence: Sequence, row: Row, scores: tuple[Logprob, ...]) -> tuple[Logprob, ...]:
+    """Those of ``row``'s targets that were not told before, as some were after a preemption."""
+    scores = scores[max(0, sequence.scored - row.start) :]
+    sequence.scored += len(scores)
+    return scores
+
+
+def delta_of(
+    sequence: Sequence,
+    computed: int,
+    tokens: tuple[int, ...] = (),
+    finish: Finish | None = None,
+    logprobs: tuple[Logprob, ...] = (),
+    scores: tuple[Logprob, ...] = (),
+) -> Delta:
+    queued_s, sequence.queued_s = sequence.queued_s, None
+    cached, sequence.cached = sequence.cached, 0
+    request = sequence.request
+    return Delta(
+        request=request.id,
+        tokens=tokens,
+        computed=min(computed, len(request.prompt)),
+        queued_s=queued_s,
+        finish=finish,
+        index=sequence.index,
+        cached=cached,
+        logprobs=logprobs,
+        prompt_logprobs=scores,
+    )

@@ -1,0 +1,85 @@
+"""The benchmarks over fakes: that they measure what they say, not how fast it is."""
+
+import json
+from typing import Any
+
+import pytest
+
+from compiled.step import Runner, StepResult
+from streamengine import bench, cli, compose
+from streamengine.bench import reuse, scheduling, steps
+from streamengine.config import EngineConfig
+from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """What the engines were opened with; each has a fake runner that copies what came 32 tokens before."""
+    opened: list[EngineConfig] = []
+
+    def build_runner(config: EngineConfig, report: object) -> Runner:
+        opened.append(config)
+        return FakeRunner(fake_kv(400, 16), fake_model(4096), answer=lambda context, sampling: context[-32])
+
+    monkeypatch.setattr(compose, "build_runner", build_runner)
+    for module in (compose, reuse):
+        monkeypatch.setattr(module, "load_tokenizer", lambda folder: ByteTokenizer())
+    return opened
+
+
+def measured(scenario: bench.Scenario, **config: Any) -> tuple[list[str], dict[str, Any]]:
+    shown: list[str] = []
+    bench.run(scenario, EngineConfig(**config), lambda progress: None, shown.append)
+    result = json.loads(shown[-1])
+    assert result["scenario"] == scenario
+    return shown[:-1], result
+
+
+def test_scheduler_measures_plan_commit_and_message_without_a_model(monkeypatch, engines):
+    monkeypatch.setattr(scheduling, "REQUESTS", 16)
+    monkeypatch.setattr(scheduling, "STEPS", 5)
+    (line,), result = measured("scheduler")
+    assert "µs per request and step" in line
+    assert result["total_us"] == pytest.approx(result["plan_us"] + result["commit_us"] + result["message_us"])
+    assert engines == []
+
+
+def test_prefix_compares_an_engine_with_the_cache_and_one_without(monkeypatch, engines):
+    monkeypatch.setattr(reuse, "SHARING", 6)
+    monkeypatch.setattr(reuse, "PREFIX", 64)
+    _, result = measured("prefix")
+    assert [config.enable_prefix_caching for config in engines] == [False, True]
+    assert result["without_cache"]["cached_tokens"] == 0
+    assert result["with_cache"]["cached_tokens"] == 6 * 64
+    assert result["ratio"] > 0
+
+
+def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):
+    monkeypatch.setattr(reuse, "PASSAGE", "This line has thirty-two letters")
+    _, result = measured("speculation")
+    assert result["equal"]
+    assert result["acceptance"] == 1
+    assert result["drafted"] > result["tokens"] / 2
+
+
+def test_steps_are_held_against_the_ceilings(monkeypatch):
+    class Idle(FakeRunner):
+        def submit(self, step):
+            handle = FakeHandle(self, step)
+            handle.result = StepResult(step.number, tuple((0,) for _ in step.rows), 0.0)
+            return handle
+
+        def statistics(self):
+            return {"read_bytes": 1e6, "flop_per_token": 1e6, "threads": 1}
+
+    monkeypatch.setattr(steps, "build_runner", lambda config, report: Idle(fake_kv(400, 16)))
+    monkeypatch.setattr(steps, "measure_ceilings", lambda dtype: {"read_gb_s": 1.0, "multiply_gflop_s": 1.0})
+    lines, result = measured("steps")
+    assert [row["batch"] for row in result["decode"]] == [1, 8, 32]
+    assert [row["tokens"] for row in result["prefill"]] == [128, 512, 2048]
+    assert len(lines) == 7
+
+
+def test_the_command_line_names_the_scenarios(engines, capsys):
+    assert cli.run(["bench", "everything"]) == 2
+    assert "'steps', 'scheduler', 'prefix', 'speculation'" in capsys.readouterr().err
