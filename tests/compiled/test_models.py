@@ -46,6 +46,20 @@ def test_logits_in_pages_equal_the_eager_model(kind: str, eager: bool, tmp_path:
     assert torch.allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_prompt_in_chunks_of_1_to_17_tokens_has_the_logits_of_the_whole(kind: str, tmp_path: Path) -> None:
+    changes = {"sliding_window": 9} if kind == "mistral" else {}
+    runner = build(tiny.make(tmp_path, kind, **changes), eager=True, max_num_batched_tokens=64)
+    prompt, pages = tuple(range(3, 37)), tuple(range(1, 10))
+    whole = runner.logits(Step(0, (Row(0, prompt, 0, pages, Sampling()),)))
+    for chunk in range(1, 18):
+        for start in range(0, len(prompt), chunk):
+            last = start + chunk >= len(prompt)
+            row = Row(0, prompt[start : start + chunk], start, pages, Sampling() if last else None)
+            logits = runner.logits(Step(0, (row,)))
+        assert torch.allclose(logits, whole, atol=1e-5), chunk
+
+
 def test_a_model_is_cut_into_the_same_pieces_after_any_number_of_others(tmp_path: Path) -> None:
     from compiled.model import load
     from compiled.pieces import trace
