@@ -123,6 +123,8 @@ def _download(model: str, offline: bool, report: Report) -> Path:
             )
         )
     except Exception as error:  # the hub's client raises a dozen kinds; each means: not to be had
+        if offline:
+            raise LoadError(f"model {model!r} is not on this disk, and offline nothing is downloaded") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LoadError(f"model {model!r} is not on this disk and could not be downloaded: {reason}") from error
 

@@ -351,7 +351,8 @@ class Engine:
 
     async def _become_ready(self, ready: Ready) -> None:
         tokenizer = await anyio.to_thread.run_sync(self._load_tokenizer, ready.model.folder)
-        self.model, self.kv, self.ledger = ready.model, ready.kv, ready.ledger
+        self.model, self.kv = ready.model, ready.kv
+        self.ledger = {name: value for name, value in ready.ledger.items() if name.endswith("_bytes")}
         self._intake = Intake(self.config, ready.model, ready.kv, tokenizer)
         self._phase, self._started, self._was_ready = "ready", True, True
         self._change()
