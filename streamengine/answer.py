@@ -14,15 +14,12 @@ from streamengine.errors import EngineFailure, QueueTimeout, StreamEngineError, 
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.link import Abort
 from streamengine.log import Log, Outcome, Stopwatch, Timing, TokenLogprob
-from streamengine.request import Delta, Finish, FinishReason, Request
+from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, FinishReason, Request
 from streamengine.sampling import SamplingParams
 from streamengine.text import Detokenizer, Entry
 from streamengine.tokenizer import Tokenizer
 
 STOP_TOKEN_CAUSES = ("eos", "stop_token")
-QUEUE_TIMEOUT = "queue_timeout"
-"""An abort's cause that ends an answer in `QueueTimeout`; with any other it is cancelled."""
-
 LATENCIES = ("ttft", "queue", "prefill", "decode", "total")
 """Of `Timing`, in seconds; between two tokens of an answer it is ``inter_token``."""
 

@@ -202,6 +202,10 @@ class Books:
         if sequence.chain is not None:
             sequence.chain.restart()
 
+    def has_started(self, request_id: int) -> bool:
+        """Whether a step was ever planned for the request."""
+        return any(s.preemptions or s.state is State.RUNNING for s in self.requests.get(request_id, ()))
+
     def check(self, max_num_seqs: int) -> None:
         """Prove that sequences, queues and pages agree."""
         running, waiting, size = self.running, list(self.waiting), self.pool.page_size

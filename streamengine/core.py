@@ -104,7 +104,7 @@ def _start(
     if config.trace is not None:
         try:
             tracer = Tracer(config.trace, config, model, runner.kv, runner.depth, clock(), text=config.trace_text)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
             link.send(Failed("startup", f"the trace cannot be written: {_one_line(error)}"))
             return None
         stack.callback(tracer.close)

@@ -191,7 +191,10 @@ class Intake:
         return room
 
     def _check_answers(self, params: SamplingParams, single: bool) -> None:
-        for name, most in (("max_n", self._config.max_n), ("max_num_seqs", self._config.max_num_seqs)):
+        bounds = {"max_n": self._config.max_n, "max_num_seqs": self._config.max_num_seqs}
+        if params.beam_width:  # a search cannot begin with more beams than there are tokens
+            bounds["vocab_size"] = self._vocab_size
+        for name, most in bounds.items():
             for field in ("n", "best_of", "beam_width"):
                 value = getattr(params, field)
                 if value is not None and value > most:

@@ -102,7 +102,8 @@ class PrefixCache:
         self._entries: dict[int, Entry] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._shares: dict[str, _Share] = {}
-        self._greedy: set[str] = set()
+        self._greedy: dict[str, None] = {}
+        """Tenants over their quota, in the order in which they came to be: a set's order differs from run to run."""
         self._counts: Counter[str] = Counter()
 
     # what a sequence does
@@ -206,9 +207,9 @@ class PrefixCache:
         share = self._shares.setdefault(tenant, _Share())
         share.pages += change
         if share.pages > self._quota:
-            self._greedy.add(tenant)
+            self._greedy.setdefault(tenant)
         else:
-            self._greedy.discard(tenant)
+            self._greedy.pop(tenant, None)
         if not share.pages:
             del self._shares[tenant]
 

@@ -78,7 +78,7 @@ def replay(path: str, patience: int = PATIENCE) -> list[Report]:
 
 
 def read(path: str) -> list[Line]:
-    """All lines; a last one that was cut off by a kill is left out."""
+    """All lines; the last ones of sessions that were cut off in the middle of it are left out."""
     decode = msgspec.json.Decoder(Line).decode
     lines: list[Line] = []
     try:
@@ -89,6 +89,8 @@ def read(path: str) -> list[Line]:
         try:
             lines.append(decode(line))
         except msgspec.MsgspecError as error:
+            if raw[number : number + 1] and raw[number].startswith(b'{"kind":"open"'):
+                continue
             raise StartupError(f"line {number} of {path} is not of a trace: {error}", param="trace") from error
     if not lines or not isinstance(lines[0], Opened):
         raise StartupError(f"{path} does not begin like a trace", param="trace")

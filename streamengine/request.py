@@ -44,6 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
 
 
+QUEUE_TIMEOUT = "queue_timeout"
+"""An abort's cause that ends a request in `QueueTimeout`, and only if no step was planned for it yet."""
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 

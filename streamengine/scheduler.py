@@ -41,7 +41,7 @@ from streamengine.kv import KVPool
 from streamengine.limits import check_fit
 from streamengine.pace import Pace
 from streamengine.prefix import Entry
-from streamengine.request import Delta, Finish, Request, Sequence, State
+from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, Request, Sequence, State
 from streamengine.rows import Plan, accept, delta_of, scores_of
 from streamengine.speculation import Lookup
 
@@ -125,6 +125,8 @@ class Scheduler:
 
         With ``index`` only that answer ends, where it has begun. The beams of a search end together.
         """
+        if cause == QUEUE_TIMEOUT and self._books.has_started(request_id):
+            return []
         return self._end(request_id, Finish("cancelled", cause), index)
 
     def fail(self, step: Step, code: str, message: str) -> list[Delta]:

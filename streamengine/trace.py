@@ -4,7 +4,7 @@ Every arrival, abort, plan and result is one line, in the order in which the cor
 unless it is asked to: of a prompt and an answer only the lengths, and a digest of each full page, chained and keyed
 with a secret that is never written. Equal digests say that two sequences began with the same tokens, and nothing
 else, which is enough to replay hits in the prefix cache. Tenants are digests too. With ``text`` the token ids are
-recorded as well; only then does a replay guess the same drafts and see the same beams.
+recorded as well; only then does a replay guess the same drafts. Beams replay with made-up candidates in any case.
 
 Written at once and unbuffered, so that it is there after a kill. A trace that cannot be written any more ends,
 and the core goes on.
@@ -15,6 +15,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from os import SEEK_END
 from pathlib import Path
 from typing import Self
 
@@ -106,6 +107,7 @@ class Tracer:
     def __init__(
         self, path: str, config: EngineConfig, model: ModelSpec, kv: KVSpec, depth: int, now: float, *, text: bool
     ) -> None:
+        was_cut = _ends_in_the_middle_of_a_line(Path(path))
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by `close`
         self._encode = msgspec.json.Encoder().encode
         self._start = now
@@ -113,6 +115,8 @@ class Tracer:
         self._key = secrets.token_bytes(32)
         self._page_size = kv.page_size
         self._chains: dict[int, dict[int, _Chain]] = {}
+        if was_cut:
+            self._append(b"\n")
         self._write(Opened(VERSION, config, model, kv, depth))
 
     def close(self) -> None:
@@ -168,10 +172,14 @@ class Tracer:
         return round(now - self._start, 6)
 
     def _write(self, line: Line) -> None:
+        self._append(self._encode(line) + b"\n")
+
+    def _append(self, data: bytes) -> None:
         if self._file.closed:
             return
         try:
-            self._file.write(self._encode(line) + b"\n")
+            if self._file.write(data) != len(data):
+                raise OSError("only a part of a line could be written")
         except OSError as error:
             _logger.error("the trace ends here: %s", error)
             self._file.close()
@@ -200,6 +208,15 @@ class _Chain:
         other = type(self)(self._key, self._page_size)
         other._last, other._rest = self._last, self._rest
         return other
+
+
+def _ends_in_the_middle_of_a_line(path: Path) -> bool:
+    """As the trace of a core does that was killed, or whose disk was full."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _digest(key: bytes, data: bytes) -> str:

@@ -608,6 +608,24 @@ async def test_a_request_that_waits_too_long_ends_in_queue_timeout() -> None:
         assert expected("hello", 2000).startswith(first.text)
 
 
+async def test_a_first_step_that_outlasts_the_queue_deadline_is_no_queue_timeout() -> None:
+    runner = roomy()
+    async with opened(runner) as (engine, _):
+        runner.hold()
+        log = await engine.submit(Generate(prompt="hello", sampling=GREEDY, queue_s=0.01))
+        await until(lambda: engine._answers.deadline > anyio.current_time() + 1)  # it has passed
+        runner.release()
+        await ended(log)
+        assert log.error is None and log.text == expected("hello", 20)
+
+
+async def test_more_beams_than_there_are_tokens_are_refused() -> None:
+    async with opened(max_n=300, max_num_seqs=300, max_num_batched_tokens=300) as (engine, _):
+        sampling = SamplingParams(beam_width=290, n=290, max_tokens=1)
+        with pytest.raises(InvalidRequest, match="at most vocab_size"):
+            await engine.generate("hello", sampling=sampling)
+
+
 async def test_an_answer_that_takes_too_long_is_cancelled_with_what_it_has() -> None:
     runner = roomy()
     async with opened(runner) as (engine, _):

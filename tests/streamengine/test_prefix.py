@@ -137,6 +137,16 @@ def test_the_junk_of_one_tenant_does_not_evict_the_prefixes_of_another():
     assert cache.cache.statistics()["prefix_pages"] == 8
 
 
+def test_of_several_tenants_over_their_quota_the_first_to_be_gives_way_first():
+    cache = Cache(pages=6, quota=0.2)
+    for tenant, start in (("b", 0), ("c", 10), ("a", 20)):
+        cache.serve([start, start + 1, start + 2, start + 3], tenant)
+    cache.serve([50, 51, 52, 53], "new")
+    # Each gives a page and is within its quota again.
+    assert cache.find([0, 1, 2, 3], "b") == cache.find([10, 11, 12, 13], "c") == 1
+    assert cache.find([20, 21, 22, 23], "a") == 2
+
+
 def test_a_tenant_that_is_alone_may_fill_the_pool():
     cache = Cache(pages=8, quota=0.5)
     for start in range(0, 16, 4):

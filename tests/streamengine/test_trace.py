@@ -168,6 +168,13 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_the_unfinished_are_run_to_th
     assert sum(report.ended.values()) == report.requests == 12
 
 
+def test_a_core_that_goes_on_behind_a_line_that_was_cut_off_begins_a_new_one(path):
+    record(path, many)
+    path.write_bytes(path.read_bytes()[:-7])
+    record(path, partial(many, count=3))
+    assert [report.requests for report in replay.replay(str(path))] == [12, 3]
+
+
 def test_each_core_that_wrote_to_a_file_is_a_session_of_its_own(path):
     record(path, many)
     record(path, partial(many, count=3))
