@@ -263,6 +263,14 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, phases=PHASES)
 
 
+class LongRun(SchedulerMachine):
+    pass
+
+
+TestSchedulerMachineThousandsOfTimes = pytest.mark.slow(pytest.mark.timeout(1200)(LongRun.TestCase))
+TestSchedulerMachineThousandsOfTimes.settings = settings(max_examples=3000, stateful_step_count=40, phases=PHASES)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_storm_of_requests_and_aborts_in_a_pool_that_is_always_short(seed):
     """The same moves as the machine's, but dense: hardly a plan without a shortage."""
