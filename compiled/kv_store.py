@@ -7,12 +7,14 @@ views ``[P, S, K, D]`` with equal strides. The memory starts zeroed: padding rea
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled.memory import available_memory
 from compiled.step import KVSpec, LoadError
 
+_CACHE_LINE = 64
 SHARE_OF_FREE_MEMORY = 0.4
 """Of what is available on a CPU machine, which others use too."""
 
@@ -45,9 +47,8 @@ class KVStore:
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
         self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
-        self._store = torch.zeros(
-            (pages, shape.layers, 2, shape.page_size, shape.num_kv_heads, shape.head_dim), dtype=shape.dtype
-        )
+        size = (pages, shape.layers, 2, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self._store = _zeros(pages * shape.page_bytes).view(shape.dtype).view(size)
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self._store[:, layer, 0], self._store[:, layer, 1]) for layer in range(shape.layers)
         )
@@ -83,3 +84,11 @@ def size_pool(shape: KVShape, *, asked: int | None, wanted_tokens: int, max_mode
             f"fewer than max_model_len {max_model_len}; lower max_model_len or free memory"
         )
     return pages
+
+
+def _zeros(size: int) -> Tensor:
+    """``size`` bytes at a cache line's beginning. numpy asks the system for zeroed memory, which it gives page by
+    page as they are used; torch would write all of it at once."""
+    memory = np.zeros(size + _CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[begin : begin + size])
