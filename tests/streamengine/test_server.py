@@ -315,7 +315,9 @@ def test_a_second_stop_ends_at_once(runner: FakeRunner) -> None:
         client.until("goaway")
         served.stop()
         messages, code = drained(client)
-        assert (messages[-1]["code"], code) == ("shutting_down", 1012)
+        # "At once" does not wait for goodbyes: a busy machine may cut the socket before they are sent.
+        assert code in (1012, 1006)
+        assert "done" not in {message["type"] for message in messages}
         served.ended.result(PATIENCE_S)
 
 
