@@ -76,13 +76,21 @@ def build(step: Step, page_size: int, smallest: int) -> Batch:
         kv_last_page_len=_int32(ends - (pages - 1) * page_size),
         samples=tuple(samples.tolist()),
         scores=tuple(scores.tolist()),
-        sampling=prepare(owners, _runs(ends + 1 - samples, samples)),
+        sampling=prepare(owners, _runs(ends + 1 - samples, samples), _masks(step)),
         targets=torch.from_numpy(targets),
         tops=(
             *(None if row.sampling is None else row.sampling.logprobs for row in owners),
             *(row.targets_top for row in rows for _ in row.targets),
         ),
     )
+
+
+def _masks(step: Step) -> np.ndarray | None:
+    """The bitmask's row of each row that is sampled, -1 where there is none."""
+    if step.masks is None:
+        return None
+    rows = (row for row in step.rows if row.sampling is not None)
+    return np.array([-1 if row.mask is None else row.mask + i for row in rows for i in range(1 + row.drafts)])
 
 
 def _runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

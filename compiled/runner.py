@@ -108,7 +108,7 @@ class CpuRunner:
         """For each row: tokens, their log-probabilities, and those of its targets."""
         batch, logits_RV = self._forward(step)
         sampled = sum(batch.samples)
-        tokens_R, broken = sample(logits_RV[:sampled], batch.sampling)
+        tokens_R, broken = sample(logits_RV[:sampled], batch.sampling, step.masks)
         if broken and not self._broken_rows:
             log.error("step %d: %d rows of the model's logits hold NaN; such ids are not drawn", step.number, broken)
         self._broken_rows += broken

@@ -13,16 +13,21 @@ from torch import Tensor
 
 from compiled.draw import draw
 from compiled.sampling_batch import Edits, Kind, Part
+from compiled.step import Masks
+
+_BARRED = torch.tensor([[not byte >> bit & 1 for bit in range(8)] for byte in range(256)]).view(torch.int64).squeeze(1)
+"""A byte of a bitmask → eight booleans in one word: a table of 256 words stays in the cache."""
 
 _LARGEST = 1e30
 """Stands for an infinite logit: divided by the smallest temperature it is still finite."""
 
 
-def sample(logits_RV: Tensor, parts: Sequence[Part]) -> tuple[Tensor, int]:
+def sample(logits_RV: Tensor, parts: Sequence[Part], masks: Masks | None = None) -> tuple[Tensor, int]:
     """One token id per row (int64), and how many rows had a NaN where one mattered: such a logit counts as -inf.
 
     ``logits_RV`` is only read. Where a row has no usable logit, all ids that it may give are equal.
     """
+    bits = None if masks is None else torch.frombuffer(masks.wait(), dtype=torch.uint8).view(-1, 4 * masks.words)
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
     broken = 0
     for part in parts:
@@ -30,11 +35,12 @@ def sample(logits_RV: Tensor, parts: Sequence[Part]) -> tuple[Tensor, int]:
         first, last = int(part.rows[0]), int(part.rows[-1])
         adjacent = last - first + 1 == len(rows_N)
         raw_NV = (logits_RV[first : last + 1] if adjacent else logits_RV.index_select(0, rows_N)).float()
-        edited_NV = raw_NV if part.edits is None else edit(raw_NV.clone(), part.edits)
+        barred_NV = _barred(part.edits, bits, raw_NV.shape[1])
+        edited_NV = raw_NV if part.edits is None else edit(raw_NV.clone(), part.edits, barred_NV)
         chosen_N = _choose(edited_NV, part)
         if chosen_N is None:
             broken += int(raw_NV.isnan().any(dim=-1).sum())
-            chosen_N = _choose(_rescue(raw_NV, edited_NV, part.edits), part)
+            chosen_N = _choose(_rescue(raw_NV, edited_NV, part.edits, barred_NV), part)
             assert chosen_N is not None, "rescued rows have a finite maximum"
         tokens_R[rows_N] = chosen_N
     return tokens_R, broken
@@ -50,8 +56,8 @@ def _choose(logits_NV: Tensor, part: Part) -> Tensor | None:
     return None if bool(probs_NV[:, 0].isnan().any()) else draw(probs_NV, part)
 
 
-def edit(logits_NV: Tensor, edits: Edits) -> Tensor:
-    """Apply ``edits`` in place."""
+def edit(logits_NV: Tensor, edits: Edits, barred_NV: Tensor | None = None) -> Tensor:
+    """Apply ``edits`` in place, and last bar what a grammar bars."""
     vocabulary = logits_NV.shape[1]
     flat = logits_NV.numpy().reshape(-1)
     if edits.allowed is not None:
@@ -65,7 +71,7 @@ def edit(logits_NV: Tensor, edits: Edits) -> Tensor:
         at, (repetition, subtracted) = edits.seen.flat(vocabulary)
         logits = flat[at]
         flat[at] = np.where(logits > 0, logits / repetition, logits * repetition) - subtracted
-    return logits_NV
+    return _bar(logits_NV, barred_NV)
 
 
 def allow(logits_NV: Tensor, edits: Edits | None) -> Tensor:
@@ -79,17 +85,32 @@ def allow(logits_NV: Tensor, edits: Edits | None) -> Tensor:
     return logits_NV
 
 
-def _rescue(raw_NV: Tensor, edited_NV: Tensor, edits: Edits | None) -> Tensor:
+def _rescue(raw_NV: Tensor, edited_NV: Tensor, edits: Edits | None, barred_NV: Tensor | None) -> Tensor:
     """Logits with a finite maximum in every row. Rows that have one already stay as they are.
 
     NaN becomes -inf. Where the edits left nothing, the raw logits of the allowed ids count; where these say nothing
-    either, all allowed ids are equal.
+    either, all allowed ids are equal. A grammar bars its tokens all the same, even if none of the allowed is left.
     """
+    usable_NV, equal_NV = _usable(raw_NV), torch.zeros_like(raw_NV)
     logits_NV = _usable(edited_NV)
-    for weaker_NV in (_usable(raw_NV), torch.zeros_like(raw_NV)):
+    for weaker_NV in (allow(usable_NV.clone(), edits), allow(equal_NV.clone(), edits), usable_NV, equal_NV):
         nothing_N1 = logits_NV.amax(dim=-1, keepdim=True) == -torch.inf
-        logits_NV = torch.where(nothing_N1, allow(weaker_NV, edits), logits_NV)
+        logits_NV = torch.where(nothing_N1, _bar(weaker_NV, barred_NV), logits_NV)
     return logits_NV
+
+
+def _barred(edits: Edits | None, bits: Tensor | None, vocabulary: int) -> Tensor | None:
+    """``[N, vocabulary]``: the ids that the rows' grammars bar; a row without a grammar bars none."""
+    if edits is None or edits.masks is None or bits is None:
+        return None
+    rows_N = torch.from_numpy(edits.masks)
+    barred_NV = _BARRED[bits.index_select(0, rows_N.clamp(min=0)).long()].view(torch.bool)[:, :vocabulary]
+    barred_NV[rows_N < 0] = False
+    return barred_NV
+
+
+def _bar(logits_NV: Tensor, barred_NV: Tensor | None) -> Tensor:
+    return logits_NV if barred_NV is None else logits_NV.masked_fill_(barred_NV, -torch.inf)
 
 
 def _usable(logits_NV: Tensor) -> Tensor:

@@ -46,13 +46,14 @@ class Edits:
     """What is done to a part's logits, in this order; None: nothing. See `Sampling`.
 
     ``bias`` has one value an entry, the addend; ``seen`` two, the repetition penalty and the sum of presence and
-    frequency penalties.
+    frequency penalties. ``masks`` [N] are rows of the step's grammar bitmask, -1 where there is none.
     """
 
     allowed: Entries | None
     barred: Entries | None
     bias: Entries | None
     seen: Entries | None
+    masks: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,15 @@ class Part:
     uniform: np.ndarray
 
 
-def prepare(rows: Sequence[Row], draw_at: np.ndarray) -> tuple[Part, ...]:
+def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None = None) -> tuple[Part, ...]:
     """All logit rows that are sampled. ``rows[i]`` owns the i-th, which gives the token at position ``draw_at[i]``: a
-    row with drafts comes once for each of its tokens. All have a sampling."""
+    row with drafts comes once for each of its tokens. All have a sampling. ``masks[i]`` is its row in the step's
+    bitmask, or -1."""
     samplings = [row.sampling or Sampling() for row in rows]
+    masks = np.full(len(rows), -1) if masks is None else masks
     groups: dict[tuple[Kind, bool], list[int]] = {}
     for i, sampling in enumerate(samplings):
-        groups.setdefault((_kind(sampling), sampling.edits), []).append(i)
+        groups.setdefault((_kind(sampling), sampling.edits or bool(masks[i] >= 0)), []).append(i)
     numbers = np.zeros((6, len(rows)))
     if any(kind is not Kind.GREEDY for kind, _ in groups):
         numbers[:5] = np.array([(s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p) for s in samplings]).T
@@ -89,7 +92,7 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray) -> tuple[Part, ...]:
             few = members[start : start + ROWS_AT_ONCE]
             edits = None
             if edited:
-                edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist())
+                edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist(), masks[few])
             parts.append(Part(kind, np.array(few), edits, *numbers[:, few]))
     return tuple(parts)
 
@@ -101,7 +104,7 @@ def _kind(sampling: Sampling) -> Kind:
     return Kind.CUT if cut else Kind.WHOLE
 
 
-def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence[int]) -> Edits:
+def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence[int], masks: np.ndarray) -> Edits:
     """``lengths[i]`` tokens precede the one that row i gives."""
     biases = [s.logit_bias for s in samplings]
     return Edits(
@@ -109,6 +112,7 @@ def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence
         barred=_entries([_barred(*row) for row in zip(rows, samplings, lengths, strict=True)]),
         bias=_entries([[token for token, _ in bias] for bias in biases], [addend for _, addend in chain(*biases)]),
         seen=_seen(rows, samplings, lengths),
+        masks=masks if masks.max() >= 0 else None,
     )
 
 

@@ -82,6 +82,8 @@ class Row:
     ``history`` is every token up to the end of ``tokens`` where the sampling needs it, of which the first
     ``prompt_length`` are the prompt. ``targets`` are the known tokens behind ``tokens[0], tokens[1], …`` whose
     log-probabilities are wanted (a prompt's), with ``targets_top`` likeliest ones beside each.
+
+    ``mask`` is the first of its ``1 + drafts`` rows in `Step.masks`: which tokens its grammar leaves.
     """
 
     request: int
@@ -96,6 +98,18 @@ class Row:
     targets: tuple[int, ...] = ()
     targets_top: int = 0
     index: int = 0
+    mask: int | None = None
+
+
+class Masks(Protocol):
+    """Bits of the tokens that may be sampled, which may still be in the making while the forward pass runs."""
+
+    words: int
+
+    def wait(self) -> memoryview:
+        """Block until they are there: int32 words ``[rows, words]``, bit ``i % 32`` of word ``i // 32`` set where
+        token ``i`` is allowed. Each row has at least one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,7 @@ class Step:
     number: int
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from compiled.step import PADDING_PAGE
 from streamengine.groups import BeamSearch, fork, seats, seed_of
+from streamengine.guided.grammar import Constraint
 from streamengine.kv import KVPool
 from streamengine.prefix import Entry
 from streamengine.request import Event, Request, Sequence, State
@@ -40,7 +41,7 @@ class Books:
         self._window = window
         self._copied: tuple[int, ...] = ()
 
-    def enter(self, request: Request, now: float) -> Sequence:
+    def enter(self, request: Request, now: float, constraint: Constraint | None = None) -> Sequence:
         """The first sequence of a new request. It is not here before `queue`."""
         sequence = Sequence(request, arrival=now, tokens=list(request.prompt))
         sequence.rank = (*self.waiting.rank(sequence), 0)
@@ -52,7 +53,8 @@ class Books:
             sequence.sampling = replace(request.sampling, temperature=0.0, logprobs=2 * request.beam_width)
         elif request.speculate and not sequence.needs_history:
             sequence.lookup = Lookup()
-        sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None
+        sequence.constraint = constraint
+        sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None or constraint is not None
         return sequence
 
     def queue(self, sequence: Sequence) -> None:

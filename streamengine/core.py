@@ -19,10 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 
 from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.guided.grammar import MakeMasks
+from streamengine.guided.guide import Guide, load_vocabulary
 from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
 from streamengine.link import (
@@ -46,6 +49,9 @@ from streamengine.prefix import PrefixCache
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
 from streamengine.trace import Tracer
+
+GRAMMAR_POLL_S = 0.02
+"""How long an idle core waits for a grammar before it looks at its messages again."""
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the core gives up: by then it is not the requests."""
@@ -116,10 +122,12 @@ def _start(
     ledger = runner.statistics()
     _logger.info("memory: %s", _memory(ledger, runner.kv))
     link.send(Ready(model=model, kv=runner.kv, ledger=ledger))
-    return _Core(link, runner, build_scheduler(config, model, runner.kv), clock, tracer, debug=config.debug)
+    guide = stack.enter_context(closing(Guide(partial(load_vocabulary, model))))
+    scheduler = build_scheduler(config, model, runner.kv, guide.mask)
+    return _Core(link, runner, scheduler, guide, clock, tracer, debug=config.debug)
 
 
-def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec) -> Scheduler:
+def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec, mask: MakeMasks | None = None) -> Scheduler:
     """The scheduler that a core with ``config`` runs. Two of them decide alike, but share no digests of prefixes."""
     budget = config.max_num_batched_tokens
     prefix = None
@@ -141,6 +149,7 @@ def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec) -> Sched
         pace=None if config.target_itl_ms is None else Pace(config.target_itl_ms / 1000, budget),
         ageing_s=config.priority_ageing_s,
         window=kv.window,
+        mask=mask,
     )
 
 
@@ -156,6 +165,7 @@ class _Core:
         link: CoreLink,
         runner: Runner,
         scheduler: Scheduler,
+        guide: Guide,
         clock: Callable[[], float],
         tracer: Tracer | None,
         *,
@@ -164,6 +174,9 @@ class _Core:
         self._link = link
         self._runner = runner
         self._scheduler = scheduler
+        self._guide = guide
+        self._unguided: dict[int, tuple[Request, float]] = {}
+        """Requests whose grammar is in the making, and when they came."""
         self._clock = clock
         self._tracer = tracer
         self._debug = debug
@@ -175,6 +188,7 @@ class _Core:
 
     def run(self, messages: list[ToCore]) -> None:
         while self._take(messages):
+            self._admit_guided()
             self._launch()
             self._land()
             self._flush()
@@ -182,7 +196,7 @@ class _Core:
                 self._link.send(Failed(EngineFailure.code, f"{self._failures} steps in a row failed"))
                 return
             messages = self._receive()
-        for request in self._scheduler.unfinished:
+        for request in (*self._unguided, *self._scheduler.unfinished):
             self._abort(request, "shutdown")
         while self._in_flight:
             self._land()
@@ -190,6 +204,9 @@ class _Core:
 
     def _receive(self) -> list[ToCore]:
         if self._scheduler.has_work or self._in_flight:
+            return self._link.receive(block=False)
+        if self._unguided:
+            self._guide.wait(GRAMMAR_POLL_S)
             return self._link.receive(block=False)
         self._scheduler.check()
         return self._link.receive(block=True)
@@ -215,16 +232,39 @@ class _Core:
         if self._tracer:
             self._tracer.submitted(request, now)
         try:
-            self._scheduler.submit(request, now)
+            if request.grammar is None:
+                self._scheduler.submit(request, now)
+            else:
+                self._scheduler.check_room(request, now, len(self._unguided))
+                self._guide.start(request.id, request.grammar, request.tenant, now)
+                self._unguided[request.id] = request, now
         except StreamEngineError as error:
-            finish = Finish("error", error.code, error.message)
-            self._deltas += [Delta(request=request.id, index=index, finish=finish) for index in range(request.n)]
-            if self._tracer:
-                self._tracer.aborted(request.id, error.code, now)
+            self._refuse(request, error)
+
+    def _admit_guided(self) -> None:
+        """Queue those whose grammar has become a matcher; they arrived when they arrived."""
+        for id, outcome in self._guide.done(self._clock()) if self._unguided else ():
+            request, arrival = self._unguided.pop(id)
+            try:
+                if isinstance(outcome, StreamEngineError):
+                    raise outcome
+                self._scheduler.submit(request, arrival, outcome)
+            except StreamEngineError as error:
+                self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: StreamEngineError) -> None:
+        self._end(request, Finish("error", error.code, error.message))
+        if self._tracer:
+            self._tracer.aborted(request.id, error.code, self._clock())
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        self._deltas += [Delta(request=request.id, index=index, finish=finish) for index in range(request.n)]
 
     def _abort(self, request: int, cause: str, index: int | None = None) -> None:
         if self._tracer:
             self._tracer.aborted(request, cause, self._clock(), index)
+        if self._guide.cancel(request):
+            self._end(self._unguided.pop(request)[0], Finish("cancelled", cause))
         self._deltas += self._scheduler.abort(request, cause, index)
 
     def _launch(self) -> None:
@@ -287,6 +327,7 @@ class _Core:
         runner = {f"runner_{name}": value for name, value in self._runner.statistics().items()}
         return {
             **self._scheduler.statistics(),
+            **self._guide.statistics(),
             "failed_steps": self._failed_steps,
             **self._step_s.statistics("step_s"),
             **self._step_rows.statistics("step_rows"),

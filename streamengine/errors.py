@@ -5,6 +5,7 @@ StreamEngineError
 │   ├── InvalidRequest           a field is missing, unknown, of the wrong type or out of range
 │   ├── ContextLengthExceeded    prompt + answer do not fit the model or the KV cache
 │   ├── UnsupportedFeature       known to the protocol, not there in this engine
+│   ├── GrammarError             a schema, pattern or grammar that is broken or cannot be enforced
 │   └── ModelNotFound
 ├── Unavailable                  not now; try again
 │   ├── Overloaded               the queue is full
@@ -55,6 +56,10 @@ class ContextLengthExceeded(RequestError):
 class UnsupportedFeature(RequestError):
     code = "unsupported_feature"
     status = 422
+
+
+class GrammarError(RequestError):
+    code = "grammar_error"
 
 
 class ModelNotFound(RequestError):

@@ -9,6 +9,7 @@ from streamengine.request import MAX_SEED, Finish, Request, Sequence
 
 STOP_TOKEN = Finish("stop", "stop_token")
 MAX_TOKENS = Finish("length", "max_tokens")
+COMPLETE = Finish("stop", "grammar")
 
 
 def seats(request: Request) -> int:
@@ -36,6 +37,7 @@ def fork(parent: Sequence, index: int, computed: int, pool: KVPool) -> Sequence:
     child.computed, child.pages = computed, parent.pages[:full]
     child.scored = len(parent.request.prompt) - 1
     child.chain = parent.chain and parent.chain.fork()
+    child.constraint = parent.constraint and parent.constraint.fork()
     if partial:
         child.copy_from = parent.pages[full]
         pool.share((child.copy_from,))

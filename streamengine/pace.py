@@ -6,6 +6,8 @@ what was measured, so wherever the line is wrong the chunk still comes to rest o
 Pure: no clock.
 """
 
+from compiled.step import Step
+
 MEMORY = 0.8
 """What a measurement is worth after the next one."""
 
@@ -38,6 +40,12 @@ class Pace:
     def prefill_budget(self) -> int:
         """Prompt tokens of the next step, if any row decodes in it; 1 to ``budget``."""
         return self._chunk
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """``step`` took ``seconds``."""
+        decode = sum(row.sampling is not None and len(row.tokens) == 1 + row.drafts for row in step.rows)
+        tokens = sum(len(row.tokens) for row in step.rows if row.sampling is None or len(row.tokens) > 1 + row.drafts)
+        self.measured(seconds, decode, tokens)
 
     def measured(self, seconds: float, decode_rows: int, prefill_tokens: int) -> None:
         """A step with that many decoding rows and prompt tokens took ``seconds``."""

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from compiled.step import Logprob, Sampling
+from streamengine.guided.grammar import Constraint, Grammar
 from streamengine.prefix import Chain
 from streamengine.speculation import Lookup
 
@@ -28,6 +29,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``speculate`` is how many tokens may be guessed from the request's own text in a step. ``prompt_logprobs``
     asks for the log-probability of each prompt token but the first, and of that many likeliest ones.
     ``tenant`` separates prefixes and shares the engine fairly; a higher ``priority`` goes first.
+    ``grammar`` is what every answer must keep to, and ``jump`` lets tokens that it leaves no choice about be taken
+    without asking the model.
     """
 
     id: int
@@ -42,6 +45,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     tenant: str = ""
     priority: int = 0
+    grammar: Grammar | None = None
+    jump: bool = True
 
 
 QUEUE_TIMEOUT = "queue_timeout"
@@ -70,7 +75,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     ``index`` says which of the request's ``n`` answers this is. ``cached`` is given once, with ``queued_s``: the
     prompt tokens that were found in the prefix cache. ``logprobs`` match ``tokens``, ``prompt_logprobs``
     follow each other from the prompt's second token on; both only where they were asked for.
-    ``beam_score`` comes with the finish of a beam search's answer.
+    ``beam_score`` comes with the finish of a beam search's answer. ``forced`` of the tokens were not sampled: the
+    grammar left no choice.
     """
 
     request: int
@@ -83,6 +89,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     beam_score: float | None = None
+    forced: int = 0
 
 
 class State(Enum):
@@ -148,11 +155,12 @@ class Sequence:
     copy_from: int | None = None
     """A fork's: the page that is to be copied to its own last one, held until then."""
     lockstep: bool = False
-    """Its next token is planned only when the ones before it are there: for guesses and beams."""
+    """Its next token is planned only when the ones before it are there: for guesses, beams and grammars."""
     scored: int = 0
     """Prompt tokens whose log-probability was told, the first one aside, which has none."""
     chain: Chain | None = None
     lookup: Lookup | None = None
+    constraint: Constraint | None = None
     total: float = 0.0
     """A beam's: the sum of its answer's log-probabilities."""
     top: tuple[tuple[int, float], ...] = ()

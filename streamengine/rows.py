@@ -1,7 +1,12 @@
 """Between a sequence and a step: the row that computes it further, and what comes back for it."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from compiled.step import Logprob, Row
-from streamengine.groups import MAX_TOKENS, STOP_TOKEN
+from streamengine.errors import EngineFailure
+from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN
+from streamengine.guided.grammar import Constraint
 from streamengine.request import Delta, Finish, Sequence
 from streamengine.speculation import accepted
 
@@ -24,6 +29,9 @@ class Plan:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.copies: list[tuple[int, int]] = []
+        self.constrained: list[tuple[Constraint, int, tuple[int, ...]]] = []
+        """Whose grammar bears on this step, its first row in the bitmask, and its guesses."""
+        self.mask_rows = 0
         self.parents: list[Sequence] = []
         """Those whose prompt is computed by this step, and whose other answers can begin."""
 
@@ -40,7 +48,12 @@ class Plan:
         if sequence.copy_from is not None:
             self.copies.append((sequence.copy_from, sequence.pages[sequence.computed // page_size]))
             sequence.copy_from = None
-        self.rows.append(_row(sequence, end, drafts))
+        row = _row(sequence, end, drafts)
+        if sequence.constraint is not None and row.sampling is not None:
+            row = replace(row, mask=self.mask_rows)
+            self.constrained.append((sequence.constraint, self.mask_rows, drafts))
+            self.mask_rows += 1 + len(drafts)
+        self.rows.append(row)
         self.sequences.append(sequence)
         if sequence.unborn and sequence.pending and not sequence.request.beam_width:
             self.parents.append(sequence)
@@ -80,17 +93,25 @@ def _row(sequence: Sequence, end: int, drafts: tuple[int, ...]) -> Row:
     )
 
 
-def accept(
-    sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: bool
-) -> tuple[tuple[int, ...], int, Finish | None]:
-    """Append what was sampled for ``row``: the new tokens, where the row's KV is right up to, the answer's end.
+class Accepted(NamedTuple):
+    """The new ``tokens`` of an answer, the last ``forced`` of them not sampled; its KV is right up to ``end``."""
 
-    The token behind a wrong guess still counts, those behind it do not. A stop token wins over the length. A beam's
-    tokens are chosen later. ``resident``: the row's KV is in the sequence's pages.
+    tokens: tuple[int, ...]
+    end: int
+    finish: Finish | None = None
+    forced: int = 0
+
+
+def accept(sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: bool) -> Accepted:
+    """Append what was sampled for ``row``.
+
+    The token behind a wrong guess still counts, those behind it do not. A stop token wins over the grammar's end, and
+    that over the length. Tokens that the grammar forces follow those that were sampled. A beam's tokens are chosen
+    later. ``resident``: the row's KV is in the sequence's pages.
     """
     request, end = sequence.request, row.start + len(row.tokens)
     if not sampled:
-        return (), end, None
+        return Accepted((), end)
     sequence.pending -= 1 + row.drafts
     if row.drafts:
         right = accepted(row.tokens[-row.drafts :], sampled)
@@ -98,15 +119,30 @@ def accept(
         if resident:
             sequence.computed = end
     if request.beam_width:
-        return (), end, None
+        return Accepted((), end)
+    tokens, finish = _take(sequence, sampled)
+    forced: tuple[int, ...] = ()
+    if finish is None and sequence.constraint is not None and request.jump and sequence.sampling.logprobs is None:
+        forced, finish = _take(sequence, tuple(sequence.constraint.forced()))
+    return Accepted(tokens + forced, end, finish, len(forced))
+
+
+def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:
+    """Append ``tokens`` up to the one that ends the answer."""
+    request, constraint = sequence.request, sequence.constraint
     left = request.max_tokens - sequence.answered
-    for count, token in enumerate(sampled, 1):
+    for count, token in enumerate(tokens, 1):
         sequence.tokens.append(token)
         if token in request.stop_token_ids:
-            return sampled[:count], end, STOP_TOKEN
+            return tokens[:count], STOP_TOKEN
+        if constraint is not None:
+            if constraint.take(token):
+                return tokens[:count], COMPLETE
+            if error := constraint.error:
+                return tokens[:count], Finish("error", EngineFailure.code, f"the grammar does not go on: {error}")
         if count == left:
-            return sampled[:count], end, MAX_TOKENS
-    return sampled, end, None
+            return tokens[:count], MAX_TOKENS
+    return tokens, None
 
 
 def scores_of(sequence: Sequence, row: Row, scores: tuple[Logprob, ...]) -> tuple[Logprob, ...]:
@@ -123,6 +159,7 @@ def delta_of(
     finish: Finish | None = None,
     logprobs: tuple[Logprob, ...] = (),
     scores: tuple[Logprob, ...] = (),
+    forced: int = 0,
 ) -> Delta:
     queued_s, sequence.queued_s = sequence.queued_s, None
     cached, sequence.cached = sequence.cached, 0
@@ -137,4 +174,5 @@ def delta_of(
         cached=cached,
         logprobs=logprobs,
         prompt_logprobs=scores,
+        forced=forced,
     )

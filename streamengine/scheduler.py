@@ -37,6 +37,7 @@ import msgspec
 from compiled.step import Row, Step, StepResult
 from streamengine.books import Books
 from streamengine.errors import Overloaded
+from streamengine.guided.grammar import Constraint, MakeMasks
 from streamengine.kv import KVPool
 from streamengine.limits import check_fit
 from streamengine.pace import Pace
@@ -59,6 +60,7 @@ class Scheduler:
         pace: limits the prompt tokens of a step in which somebody decodes.
         ageing_s: seconds of waiting that are worth one level of priority.
         window: see `KVSpec`.
+        mask: makes the bitmasks of steps, where requests have grammars.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         pace: Pace | None = None,
         ageing_s: float = 60.0,
         window: int | None = None,
+        mask: MakeMasks | None = None,
     ) -> None:
         self._pool = pool
         self._books = Books(pool, ageing_s, window)
@@ -83,6 +86,7 @@ class Scheduler:
         self._max_queue = max_queue
         self._threshold = long_prefill_token_threshold or max_num_batched_tokens
         self._pace = pace
+        self._mask = mask
         self._planned: dict[int, list[Sequence]] = {}
         self._generations: dict[int, list[list[int]]] = {}
         self._steps = self._generated_tokens = 0
@@ -97,8 +101,8 @@ class Scheduler:
         """Ids of all requests that wait or run, oldest first."""
         return list(self._books.requests)
 
-    def submit(self, request: Request, now: float) -> None:
-        """Queue ``request``, which arrived at ``now`` (seconds).
+    def submit(self, request: Request, now: float, constraint: Constraint | None = None) -> None:
+        """Queue ``request``, which arrived at ``now`` (seconds); ``constraint`` is its grammar's beginning.
 
         Raises:
             InvalidRequest: more answers than may run at once.
@@ -107,9 +111,13 @@ class Scheduler:
         """
         assert request.id not in self._books.requests, f"request {request.id} is already here"
         assert request.prompt and request.max_tokens >= 1, f"request {request.id} asks for nothing"
-        sequence = self._books.enter(request, now)
+        self._books.queue(self.check_room(request, now, 0, constraint))
+
+    def check_room(self, request: Request, now: float, others: int, constraint: Constraint | None = None) -> Sequence:
+        """Refuse what `submit` would, with ``others`` yet to be submitted; nothing is queued."""
+        sequence = self._books.enter(request, now, constraint)
         check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len)
-        unfinished = len(self._books.requests)
+        unfinished = len(self._books.requests) + others
         if unfinished >= self._max_num_seqs + self._max_queue:
             raise Overloaded(
                 f"{unfinished} requests are running or waiting; at most {self._max_num_seqs} run and "
@@ -118,7 +126,7 @@ class Scheduler:
                 max_num_seqs=self._max_num_seqs,
                 max_queue=self._max_queue,
             )
-        self._books.queue(sequence)
+        return sequence
 
     def abort(self, request_id: int, cause: str, index: int | None = None) -> list[Delta]:
         """End all answers of a request in whatever state it is; none when it is unknown or has ended already.
@@ -161,7 +169,8 @@ class Scheduler:
             self._books.bear(parent)
         if self._pool.debug:
             self._generations[self._steps] = [self._pool.generations(row.pages) for row in plan.rows]
-        return Step(self._steps, tuple(plan.rows), tuple(plan.copies))
+        masks = self._mask(plan.constrained, plan.mask_rows) if self._mask and plan.constrained else None
+        return Step(self._steps, tuple(plan.rows), tuple(plan.copies), masks)
 
     def _plan_running(self, plan: Plan) -> None:
         running, page_size = self._running, self._pool.page_size
@@ -191,7 +200,8 @@ class Scheduler:
         missing = self._pool.pages_for(known + len(drafts)) - len(sequence.pages)
         if missing > 0 and missing + len(self._running) <= self._pool.available:
             sequence.pages += tuple(self._pool.take(missing) or ())
-        return drafts[: max(0, len(sequence.pages) * self._pool.page_size - known)]
+        drafts = drafts[: max(0, len(sequence.pages) * self._pool.page_size - known)]
+        return drafts if sequence.constraint is None else sequence.constraint.trim(drafts)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Give it pages for ``tokens``, at the cost of those behind it; False when it is the last in rank."""
@@ -273,7 +283,7 @@ class Scheduler:
         if self._pool.debug:
             self._check_generations(step, sequences)
         if self._pace is not None:
-            self._measure(self._pace, step, result)
+            self._pace.observe(step, result.seconds)
         deltas: list[Delta] = []
         ended: list[Sequence] = []
         searched: dict[int, Request] = {}
@@ -303,7 +313,7 @@ class Scheduler:
         page_size = self._pool.page_size
         resident = sequence.since <= result.number and sequence.state is State.RUNNING
         sampled = result.tokens[place]
-        tokens, end, finish = accept(sequence, row, sampled, resident)
+        tokens, end, finish, forced = accept(sequence, row, sampled, resident)
         if resident and end // page_size > row.start // page_size:
             self._books.land(sequence, end)
         logprobs = result.logprobs[place] if result.logprobs else ()
@@ -312,16 +322,13 @@ class Scheduler:
         if row.drafts:
             self._counts["draft_tokens"] += row.drafts
             self._counts["accepted_tokens"] += end - row.start - len(row.tokens) + row.drafts
-        if row.targets:
-            scores = scores_of(sequence, row, result.scores[place])
-            return delta_of(sequence, end, tokens, finish, logprobs[: len(tokens)], scores)
-        return delta_of(sequence, end, tokens, finish, logprobs[: len(tokens)])
+        scores = scores_of(sequence, row, result.scores[place]) if row.targets else ()
+        return delta_of(sequence, end, tokens, finish, logprobs[: len(tokens)], scores, forced)
 
     def _serve(self, tokens: dict[str, int]) -> None:
-        for tenant, count in tokens.items():
-            self._generated_tokens += count
-            if count:
-                self._waiting.serve(tenant, 0, count)
+        self._generated_tokens += sum(tokens.values())
+        for tenant in filter(tokens.get, tokens):
+            self._waiting.serve(tenant, 0, tokens[tenant])
 
     def _search(self, request: Request) -> list[Delta]:
         """The next round of a beam search, once all of its beams are there; its answers when it was the last."""
@@ -360,11 +367,6 @@ class Scheduler:
         self._books.remove(sequences)
         self._counts[f"finished_{finish.reason}"] += len(indices)
         return [msgspec.structs.replace(told, index=indices[0]), *others]
-
-    def _measure(self, pace: Pace, step: Step, result: StepResult) -> None:
-        decode = sum(row.sampling is not None and len(row.tokens) == 1 + row.drafts for row in step.rows)
-        tokens = sum(len(row.tokens) for row in step.rows if row.sampling is None or len(row.tokens) > 1 + row.drafts)
-        pace.measured(result.seconds, decode, tokens)
 
     # inspection
 

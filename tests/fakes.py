@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 
 EOS = 256
@@ -143,10 +145,10 @@ def fake_kv(pages: int = 65, page_size: int = 4, window: int | None = None) -> K
     return KVSpec(pages=pages, page_size=page_size, page_bytes=64, window=window)
 
 
-def fake_model(max_model_len: int = 256) -> ModelSpec:
+def fake_model(max_model_len: int = 256, folder: str = "") -> ModelSpec:
     return ModelSpec(
         name="fake",
-        folder="",
+        folder=folder,
         architecture="FakeForCausalLM",
         dtype="float32",
         vocab_size=VOCAB_SIZE,
@@ -284,7 +286,8 @@ class FakeRunner:
         for row, context in zip(step.rows, contexts, strict=True):
             ends = range(len(context) - row.drafts, len(context) + 1) if row.sampling else range(0)
             heads = [seen(context[:end], self.kv.window) for end in ends]
-            sampled = tuple(self.answer(head, row.sampling) for head in heads if row.sampling)
+            drawn = (self.answer(head, row.sampling) for head in heads if row.sampling)
+            sampled = tuple(self._allowed(token, step, row, i) for i, token in enumerate(drawn))
             most = row.sampling.logprobs if row.sampling else None
             tokens.append(sampled)
             logprobs.append(self._logprobs(heads, sampled, most) if most is not None else ())
@@ -300,6 +303,15 @@ class FakeRunner:
             logprobs=tuple(logprobs) if any(logprobs) else (),
             scores=tuple(scores) if any(scores) else (),
         )
+
+    def _allowed(self, token: int, step: Step, row: Row, draft: int) -> int:
+        """``token``, or the next one behind it that the row's grammar allows."""
+        if row.mask is None:
+            return token
+        assert step.masks is not None, "a row with a mask in a step without any"
+        words = step.masks.wait().cast("I")[(row.mask + draft) * step.masks.words :][: step.masks.words]
+        order = [*range(token, VOCAB_SIZE), *range(token)]
+        return next(other for other in order if words[other // 32] >> other % 32 & 1)
 
     def _logprobs(self, heads: Sequence[Sequence[int]], tokens: Sequence[int], most: int) -> tuple[Logprob, ...]:
         return tuple(logprob(head, token, most, self.answer) for head, token in zip(heads, tokens, strict=True))
@@ -357,6 +369,18 @@ class FakeRunner:
             slots = {self._slot(row, position) for position in range(row.start, end)}
             assert not slots & written, "two rows write the same slot"
             written |= slots
+
+
+def byte_tokenizer_json() -> str:
+    """What `ByteTokenizer` does, as a ``tokenizer.json``."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{name}>" for name in ("eos", "bos")])
+    return str(tokenizer.to_str())
 
 
 class ByteTokenizer:

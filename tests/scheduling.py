@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled.step import Handle, Sampling, Step
+from streamengine.guided.grammar import Constraint
 from streamengine.kv import KVPool
 from streamengine.prefix import PrefixCache
 from streamengine.request import Delta, Finish, Request
@@ -77,6 +78,7 @@ class Bench:
         max_tokens: int = 4,
         sampling: Sampling = GREEDY,
         stop_token_ids: tuple[int, ...] = (),
+        constraint: Constraint | None = None,
         **options: Any,
     ) -> int:
         """Returns the id; a number for a prompt stands for that many distinct tokens. ``options`` are `Request`'s."""
@@ -86,7 +88,7 @@ class Bench:
             id=id, prompt=tokens, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, **options
         )
         self.requests[id] = request
-        self.scheduler.submit(request, float(id))
+        self.scheduler.submit(request, float(id), constraint)
         self.answers[id] = []
         return id
 

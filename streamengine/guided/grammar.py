@@ -1,0 +1,52 @@
+"""What a request wants its answer to be, as one frozen value that the link can carry."""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import msgspec
+
+from compiled.step import Masks
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """``text`` is a normalised JSON Schema, a regular expression, or a grammar in Lark's syntax.
+
+    With ``lenient`` what the engine cannot enforce in a schema is left out, with warnings: only where it was
+    asked for. Equal grammars compile to the same matcher.
+    """
+
+    kind: Kind
+    text: str
+    lenient: bool = False
+
+
+class Constraint(Protocol):
+    """How a grammar bears on one answer: where the answer stands in it. Moved on with every token that is taken."""
+
+    @property
+    def error(self) -> str:
+        """What is wrong; empty while all is well. After an error nothing else holds."""
+        ...
+
+    def fork(self) -> "Constraint":
+        """Another answer at the same place."""
+        ...
+
+    def take(self, token: int) -> bool:
+        """Move on by ``token``, which is none that ends the answer by itself. True: the answer is complete."""
+        ...
+
+    def trim(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Those guesses at the beginning that the grammar allows."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, whatever the model thinks."""
+        ...
+
+
+MakeMasks = Callable[[list[tuple[Constraint, int, tuple[int, ...]]], int], Masks]
+"""Begins the bitmask of a step: from its constraints, each with its first row and the guesses that have the rows
+behind that, and the number of rows."""

@@ -1,0 +1,71 @@
+"""What the core has of guided decoding: grammars in the making, and bitmasks for its steps.
+
+The vocabulary is built with the first grammar: who asks for none pays nothing.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import cast
+
+from compiled.step import Masks, ModelSpec
+from streamengine.errors import RequestError, UnsupportedFeature
+from streamengine.guided.compiler import GrammarCompiler
+from streamengine.guided.constraint import GrammarConstraint
+from streamengine.guided.grammar import Constraint, Grammar
+from streamengine.guided.masks import MaskMaker
+from streamengine.guided.matcher import Matcher, Vocabulary
+
+
+class Guide:
+    """Gives constraints for grammars, and bitmasks for steps. ``load`` makes the vocabulary.
+
+    Its threads are the compiler's and the mask maker's; `close` ends them.
+    """
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        self._load = load
+        self._lock = Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._masks: MaskMaker | None = None
+        self._compiler = GrammarCompiler(self.compile)
+        self.start = self._compiler.start
+        self.cancel = self._compiler.cancel
+        self.wait = self._compiler.wait
+        self.statistics = self._compiler.statistics
+
+    def done(self, now: float) -> list[tuple[int, GrammarConstraint | RequestError]]:
+        """See `GrammarCompiler.done`."""
+        return [
+            (key, GrammarConstraint(outcome) if isinstance(outcome, Matcher) else outcome)
+            for key, outcome in self._compiler.done(now)
+        ]
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of ``grammar``, now. Raises RequestError."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+                self._masks = MaskMaker(self._vocabulary)
+        return self._vocabulary.compile(grammar)
+
+    def mask(self, places: list[tuple[Constraint, int, tuple[int, ...]]], rows: int) -> Masks:
+        """See `Scheduler`."""
+        assert self._masks is not None, "a constraint without a vocabulary"
+        return self._masks.start(
+            [(cast(GrammarConstraint, constraint).matcher, row, drafts) for constraint, row, drafts in places], rows
+        )
+
+    def close(self) -> None:
+        self._compiler.close()
+        if self._masks is not None:
+            self._masks.close()
+
+
+def load_vocabulary(model: ModelSpec) -> Vocabulary:
+    """Raises UnsupportedFeature where the model has no ``tokenizer.json``."""
+    try:
+        text = (Path(model.folder) / "tokenizer.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedFeature(f"a grammar needs the model's tokenizer.json: {error}") from error
+    return Vocabulary(text, model.vocab_size, model.eos_token_ids)

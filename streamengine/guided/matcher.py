@@ -1,0 +1,132 @@
+"""The grammar engine, behind the few calls that another engine could answer as well. Only importer of llguidance.
+
+A `Matcher` is where one answer stands in its grammar. Tokens that end an answer are never fed to it: whether
+it may end, or must, is what it says itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from streamengine.errors import GrammarError
+from streamengine.guided.grammar import Grammar
+
+WHITESPACE = r"(\x20|\n\x20{0,40}|\n\t{0,10})"
+"""Between JSON's tokens: what `json.dumps` writes, compact or indented. Unbounded blank space would let a model
+write nothing else until its tokens are spent."""
+
+LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, verbose_errors=False)
+"""Wider than the engine's own: 400 optional properties are 400 ways on at once."""
+
+Bitmask = NDArray[np.int32]
+Place = tuple["Matcher", int, tuple[int, ...]]
+"""A matcher, its first row in the bitmask, and the guesses that have the rows behind it, valid ones all."""
+
+
+class Vocabulary:
+    """The tokens that grammars are compiled against: the model's ``tokenizer_json``, ``size`` logits wide."""
+
+    def __init__(self, tokenizer_json: str, size: int, eos_token_ids: Sequence[int], *, threads: int = 1) -> None:
+        # The engine wants to know an end; without one of the model's own it gets an id that is never sampled.
+        self.tokenizer = LLTokenizer(tokenizer_json, n_vocab=size, eos_token=list(eos_token_ids) or None)
+        self.words = -(-size // 32)
+        self._executor = LLExecutor(num_threads=threads)
+
+    def compile(self, grammar: Grammar) -> "Matcher":
+        """A matcher at the beginning of ``grammar``. Takes as long as it takes, without the interpreter's lock.
+
+        Raises:
+            GrammarError: it is broken, too large, or asks for what cannot be enforced; with the engine's reason.
+        """
+        matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            # An endless chain of references shows only now.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher))
+        return Matcher(matcher)
+
+    def fill(self, places: Sequence[Place], bitmask: Bitmask) -> None:
+        """Set the rows of ``bitmask`` ``[rows, words]``: a bit is set where the token may come next."""
+        rows, words = bitmask.shape
+        target = (bitmask.ctypes.data, words * 4, rows)
+        if plain := [(matcher.engine, row) for matcher, row, drafts in places if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(plain, *target)
+        if guessing := [(matcher.engine, row, list(drafts)) for matcher, row, drafts in places if drafts]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessing, *target)
+
+
+class Matcher:
+    """One answer's place in its grammar."""
+
+    def __init__(self, engine: LLMatcher) -> None:
+        self.engine = engine
+
+    def copy(self) -> "Matcher":
+        return Matcher(self.engine.deep_copy())
+
+    def advance(self, token: int) -> bool:
+        """Take ``token``; False if the grammar does not allow it (`error` says why), for good."""
+        return bool(self.engine.consume_token(token))
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens`` may come next, one after the other."""
+        return int(self.engine.validate_tokens(list(tokens)))
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about."""
+        return list(self.engine.compute_ff_tokens())
+
+    def rollback(self, count: int) -> None:
+        assert self.engine.rollback(count), self.engine.get_error()
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the answer could end here."""
+        return bool(self.engine.is_accepting())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer is complete and nothing can follow."""
+        return bool(self.engine.is_stopped()) and not self.engine.is_error()
+
+    @property
+    def error(self) -> str:
+        """Empty while all is well."""
+        return _reason(self.engine) if self.engine.is_error() else ""
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self.engine.get_grammar_warnings())
+
+
+def accepts(vocabulary: Vocabulary, matcher: Matcher, text: str) -> bool:
+    """Whether ``text`` is a whole answer."""
+    whole = matcher.copy()
+    for token in vocabulary.tokenizer.tokenize_str(text):
+        if whole.stopped or not whole.advance(token):
+            return False
+    return whole.accepting or whole.stopped
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_schema":
+            options: Any = {"lenient": grammar.lenient, "whitespace_pattern": WHITESPACE}
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _reason(engine: LLMatcher) -> str:
+    lines = [line for line in engine.get_error().splitlines() if line.strip() and not line.startswith(" ")]
+    return lines[0] if lines else "the grammar engine failed"
+
+
+ENGINE = f"llguidance {getattr(llguidance, '__version__', '')}".strip()
