@@ -15,7 +15,6 @@ import anyio.to_thread
 
 from compiled.step import LoadError, Runner
 from streamengine.config import DEFAULT_MODEL, EngineConfig
-from streamengine.core import run_core
 from streamengine.engine import Engine
 from streamengine.link import CoreLink, FrontLink, Progress, link_pair
 from streamengine.tokenizer import load_tokenizer
@@ -134,6 +133,8 @@ async def core_thread() -> AsyncIterator[FrontLink]:
 
 
 def _run_in_thread(core: socket.socket) -> None:
+    from streamengine.core import run_core
+
     link = CoreLink(core)
     try:
         run_core(link, build_runner)

@@ -61,6 +61,9 @@ class UnsupportedFeature(RequestError):
 class GrammarError(RequestError):
     code = "grammar_error"
 
+    def __init__(self, message: str, *, param: str | None = None, **details: int | float | str) -> None:
+        super().__init__(message, param=param or "response_format", **details)
+
 
 class ModelNotFound(RequestError):
     code = "model_not_found"

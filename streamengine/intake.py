@@ -4,7 +4,7 @@ Refuses here, before the core sees anything, whatever a request can be refused f
 up the event loop: what takes longer than a few milliseconds runs in a worker thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
@@ -13,12 +13,14 @@ from typing import Annotated, Any, TypedDict
 import anyio
 import anyio.to_thread
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from compiled.step import KVSpec, ModelSpec, Sampling
 from streamengine.checks import settle, shown
 from streamengine.config import EngineConfig
 from streamengine.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from streamengine.guided.formats import read_format
+from streamengine.guided.grammar import Grammar
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
 from streamengine.tokenizer import Tokenizer, read_messages
@@ -48,6 +50,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
         total_s: seconds until the end at most; then it is cancelled, with the cause ``timeout``.
         priority: a higher one goes first; waiting raises it.
         tenant: on whose behalf. Tenants share the engine fairly and see nothing of each other's cached prefixes.
+        response_format: what the answer must look like, e.g. ``{"type": "json_schema", "json_schema": {"schema":
+            {…}}}``; see `streamengine.guided.formats`. Every token keeps to it, so an answer that ends with ``stop``
+            is valid; one that ends with ``length`` is the beginning of a valid one.
 
     Raises:
         InvalidRequest: a field of the wrong type or out of range; messages and ids are looked at by `Intake`.
@@ -61,6 +66,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     total_s: Seconds | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     tenant: Annotated[str, Meta(max_length=256)] = ""
+    response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -78,14 +84,16 @@ class Asked(TypedDict, total=False):
     total_s: float | None
     priority: int
     tenant: str
+    response_format: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What was tokenized: the prompt, and the words that may not be in the answer."""
+    """What was read: the prompt's tokens, the words that may not be in the answer, and what it must look like."""
 
     ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 class Intake:
@@ -112,6 +120,7 @@ class Intake:
                 answers than `EngineConfig` allows, or messages that the template refuses.
             ContextLengthExceeded: no token of an answer would fit behind it.
             UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is.
+            GrammarError: a schema that is none, or over a limit. What the grammar engine refuses, the core says.
         """
         self._check_answers(generate.sampling, single)
         self._check_vocabulary(generate.sampling)
@@ -119,10 +128,12 @@ class Intake:
         value, words = getattr(generate, name), generate.sampling.bad_words
 
         def work() -> Prompt:
+            grammar = read_format(generate.response_format)
             ids = getattr(self, f"_read_{name}")(value)
-            return Prompt(ids, self._read_bad_words(words))
+            return Prompt(ids, self._read_bad_words(words), grammar)
 
         short = name == "token_ids" or (isinstance(value, str) and len(value) <= INLINE_CHARACTERS)
+        short = short and generate.response_format is None
         if short and sum(map(len, words)) <= INLINE_CHARACTERS // 4:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._limiter)
@@ -133,9 +144,12 @@ class Intake:
         Raises:
             ContextLengthExceeded: prompt and answer together do not fit.
             InvalidRequest: no token could be drawn, or the log-probabilities of the prompt are too many.
-            UnsupportedFeature: guessing tokens where the draw depends on what was drawn before.
+            UnsupportedFeature: guessing tokens where the draw depends on what was drawn before; what does not go
+                together with a grammar.
         """
         params = generate.sampling
+        if prompt.grammar is not None:
+            params = _with_grammar(params)
         ends = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}))
         sampling = params.resolve(seed, ends, prompt.bad_words)
         _check_choice_is_left(sampling, self._vocab_size)
@@ -159,6 +173,7 @@ class Intake:
             prompt_logprobs=params.prompt_logprobs,
             tenant=generate.tenant,
             priority=generate.priority,
+            grammar=prompt.grammar,
         )
 
     def _max_tokens(self, params: SamplingParams, prompt: int) -> int:
@@ -274,6 +289,15 @@ class Intake:
                 vocab_size=self._vocab_size,
             )
         return exact
+
+
+def _with_grammar(params: SamplingParams) -> SamplingParams:
+    """The grammar says when an answer may end, so `min_tokens` has no say."""
+    if params.ignore_eos:
+        raise UnsupportedFeature("ignore_eos cannot be combined with response_format", param="ignore_eos")
+    if params.beam_width:
+        raise UnsupportedFeature("beam_width cannot be combined with response_format", param="beam_width")
+    return structs.replace(params, min_tokens=0) if params.min_tokens else params
 
 
 def _exact_id(token: object) -> int:

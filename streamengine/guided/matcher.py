@@ -125,8 +125,14 @@ def _source(grammar: Grammar) -> str:
 
 
 def _reason(engine: LLMatcher) -> str:
+    """One line of the engine's report; its words for an endless reference say nothing to a client."""
     lines = [line for line in engine.get_error().splitlines() if line.strip() and not line.startswith(" ")]
-    return lines[0] if lines else "the grammar engine failed"
+    if not lines:
+        return "the grammar engine failed"
+    if "NoExtension" in lines[0]:
+        return "the grammar has no end: nothing satisfies it"
+    error = next((line for line in lines if line.startswith("error:")), "")
+    return f"{lines[0]} {error}".strip()
 
 
 ENGINE = f"llguidance {getattr(llguidance, '__version__', '')}".strip()

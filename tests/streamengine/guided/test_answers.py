@@ -1,0 +1,154 @@
+"""``response_format`` through the engine, the link and the core; only the runner is a fake."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jsonschema
+import pytest
+
+from streamengine.engine import Engine, Generate
+from streamengine.errors import GrammarError, InvalidRequest, RequestError, UnsupportedFeature
+from streamengine.sampling import SamplingParams
+from tests.fakes import FakeRunner, byte_tokenizer_json, fake_kv, fake_model
+from tests.serving import engine_over
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "names": {"type": "array", "items": {"const": "Tom"}, "maxItems": 2},
+    },
+    "required": ["kind", "names"],
+    "additionalProperties": False,
+}
+DRAWN = SamplingParams(temperature=2.0, max_tokens=400, seed=5)
+
+
+def of_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema, **more}}
+
+
+@asynccontextmanager
+async def opened(folder: Path, **config: Any) -> AsyncIterator[Engine]:
+    (folder / "tokenizer.json").write_text(byte_tokenizer_json())
+    runner = FakeRunner(kv=fake_kv(pages=1025, page_size=16), model=fake_model(1024, str(folder)))
+    with anyio.fail_after(20):
+        async with engine_over(runner, **config)(lambda progress: None) as engine:
+            yield engine
+
+
+async def test_an_answer_is_an_instance_of_its_schema(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        result = await engine.generate(prompt="a pet", sampling=DRAWN, response_format=of_schema(SCHEMA))
+    jsonschema.validate(json.loads(result.text), SCHEMA)
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("response_format", "texts"),
+    [
+        ({"type": "choice", "choice": ["yes", "no", 'say "no"\n', "grüße"]}, {"yes", "no", 'say "no"\n', "grüße"}),
+        ({"type": "regex", "regex": "a{3}b?"}, {"aaa", "aaab"}),
+        ({"type": "grammar", "grammar": 'start: "x" end\nend: "y" | "z"'}, {"xy", "xz"}),
+    ],
+)
+async def test_an_answer_is_what_its_format_says(
+    tmp_path: Path, response_format: dict[str, Any], texts: set[str]
+) -> None:
+    async with opened(tmp_path) as engine:
+        for seed in range(5):
+            params = SamplingParams(max_tokens=50, seed=seed)
+            result = await engine.generate(prompt="?", sampling=params, response_format=response_format)
+            assert result.text in texts
+
+
+async def test_a_text_format_is_no_grammar(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5)
+    async with opened(tmp_path) as engine:
+        plain = await engine.generate(prompt="?", sampling=params)
+        text = await engine.generate(prompt="?", sampling=params, response_format={"type": "text"})
+    assert plain.text == text.text
+
+
+@pytest.mark.parametrize(
+    ("response_format", "error", "message"),
+    [
+        ({"type": "json"}, InvalidRequest, "json"),
+        ({"type": "regex"}, InvalidRequest, "regex"),
+        ({"type": "choice", "choice": []}, InvalidRequest, "length >= 1"),
+        ({"type": "regex", "regex": "("}, GrammarError, "regex parse error"),
+        ({"type": "regex", "regex": "foo**"}, GrammarError, "multiple repeat"),
+        ({"type": "regex", "regex": "[z-a]"}, GrammarError, "invalid character class range"),
+        ({"type": "grammar", "grammar": "start: other"}, GrammarError, "unknown name"),
+        (of_schema({"type": "objekt"}), GrammarError, "$.type"),
+        (of_schema({"not": {"type": "string"}}), GrammarError, "not"),
+        (of_schema({"$ref": "#"}), GrammarError, "nothing satisfies it"),
+        (of_schema({}, strcit=True), InvalidRequest, "strcit"),
+        (of_schema({"enum": list(range(20_000))}), GrammarError, "20000 enum values, the limit is 10000"),
+    ],
+)
+async def test_a_format_that_cannot_be_kept_is_refused_alone(
+    tmp_path: Path, response_format: dict[str, Any], error: type[RequestError], message: str
+) -> None:
+    async with opened(tmp_path) as engine:
+        with pytest.raises(error) as caught:
+            await engine.generate(prompt="?", sampling=DRAWN, response_format=response_format)
+        assert message in caught.value.message
+        assert caught.value.param == "response_format"
+        assert caught.value.status == 400
+        assert (await engine.generate(prompt="?", sampling=SamplingParams(max_tokens=3))).text
+
+
+@pytest.mark.parametrize("option", [{"ignore_eos": True}, {"beam_width": 2}])
+async def test_what_contradicts_a_grammar_is_refused_by_name(tmp_path: Path, option: dict[str, Any]) -> None:
+    async with opened(tmp_path) as engine:
+        with pytest.raises(UnsupportedFeature) as caught:
+            await engine.generate(
+                prompt="?", sampling=SamplingParams(max_tokens=9, **option), response_format=of_schema(SCHEMA)
+            )
+    assert caught.value.param in option
+
+
+async def test_min_tokens_has_no_say_where_a_grammar_says_when_to_end(tmp_path: Path) -> None:
+    params = SamplingParams(min_tokens=50, max_tokens=60)
+    async with opened(tmp_path) as engine:
+        result = await engine.generate(prompt="?", sampling=params, response_format={"type": "regex", "regex": "ab"})
+    assert result.text == "ab"
+
+
+async def test_a_bias_against_all_that_is_allowed_is_dropped_for_that_token(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=tuple(b"xyz"), bad_words=("a",))
+    async with opened(tmp_path) as engine:
+        result = await engine.generate(prompt="?", sampling=params, response_format={"type": "regex", "regex": "ab"})
+    assert result.text == "ab"
+
+
+async def test_equal_schemas_are_compiled_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        for _ in range(3):
+            await engine.generate(prompt="?", sampling=DRAWN, response_format=of_schema(SCHEMA))
+        statistics = await engine.statistics()
+    assert statistics["grammars_compiled"] == 1
+    assert statistics["grammar_hits"] == 2
+
+
+async def test_a_request_can_be_aborted_while_its_grammar_is_made(tmp_path: Path) -> None:
+    wide = {
+        "properties": {f"p{i}": {"type": "string"} for i in range(3000)},
+        "required": [f"p{i}" for i in range(3000)],
+    }
+    async with opened(tmp_path) as engine:
+        log = await engine.submit(Generate(prompt="?", sampling=DRAWN, response_format=of_schema(wide)))
+        engine.abort(log, "client")
+        stream = engine.stream(prompt="?", sampling=SamplingParams(max_tokens=3))
+        assert [delta async for delta in stream]
+        statistics = await engine.statistics()
+    assert log.ended
+    assert statistics["grammars_compiling"] == 0
+    assert statistics["running"] == 0
