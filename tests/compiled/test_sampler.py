@@ -260,3 +260,54 @@ def test_a_logprob_is_always_a_finite_number() -> None:
         assert found is not None
         assert found.logprob == LOWEST_LOGPROB
         assert all(LOWEST_LOGPROB <= value <= 0 for _, value in found.top)
+
+
+# grammar masks
+
+
+class Bits:
+    """Masks that are there."""
+
+    def __init__(self, allowed: list[set[int]], vocabulary: int) -> None:
+        self.words = -(-vocabulary // 32)
+        self._bits = np.zeros((len(allowed), self.words), np.uint32)
+        for row, tokens in enumerate(allowed):
+            for token in tokens:
+                self._bits[row, token // 32] |= np.uint32(1 << token % 32)
+
+    def wait(self) -> memoryview:
+        return self._bits.data.cast("B")
+
+
+@given(st.data())
+def test_a_mask_is_what_allowing_its_tokens_would_be(data: st.DataObject) -> None:
+    vocabulary = data.draw(st.sampled_from([3, 32, 45, 300]))
+    some = st.sets(st.integers(0, vocabulary - 1), min_size=1, max_size=40)
+    allowed = data.draw(st.lists(st.none() | some, min_size=1, max_size=20))
+    samplings = [
+        Sampling(
+            temperature=data.draw(st.sampled_from([0.0, 0.7, 2.0])), top_k=data.draw(st.sampled_from([0, 2])), seed=i
+        )
+        for i in range(len(allowed))
+    ]
+    logits = torch.randn(len(allowed), vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    at = np.arange(len(allowed))
+    listed = rows_of(
+        *(
+            dataclasses.replace(sampling, allowed_token_ids=tuple(sorted(tokens or ())))
+            for sampling, tokens in zip(samplings, allowed, strict=True)
+        )
+    )
+    expected, _ = sample(logits, prepare(listed, at))
+    sets = [tokens for tokens in allowed if tokens is not None]
+    places = iter(range(len(sets)))
+    masks = np.array([-1 if tokens is None else next(places) for tokens in allowed])
+    drawn, _ = sample(logits, prepare(rows_of(*samplings), at, masks), Bits(sets, vocabulary) if sets else None)
+    assert drawn.tolist() == expected.tolist()
+
+
+def test_a_mask_holds_even_where_nothing_else_is_left_of_a_row() -> None:
+    logits = torch.tensor([[5.0, math.nan, -math.inf, -math.inf], [5.0, 4.0, 3.0, 2.0]])
+    samplings = (Sampling(), Sampling(allowed_token_ids=(0, 1)))
+    drawn, _ = sample(logits, prepare(rows_of(*samplings), np.array([0, 0]), np.array([0, 1])), Bits([{2}, {3}], 4))
+    assert drawn.tolist() == [2, 3]
