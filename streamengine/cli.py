@@ -24,6 +24,7 @@ from streamengine import replay
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Result
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.guided import command as guided
 from streamengine.intake import Asked
 from streamengine.options import ENGINE, SAMPLING, SERVER, takes
 from streamengine.sampling import SamplingParams
@@ -142,6 +143,7 @@ def bench(
 
 
 app.command("replay")(replay.command)
+app.add_typer(guided.app, name="guided")
 
 
 def _print_version(wanted: bool) -> None:

@@ -27,7 +27,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
     "streamengine": {
         "__init__": {"compose"},
         "__main__": {"cli"},
-        "cli": {"server", "bench", "chat", "doctor", "options", "replay", "terminal"},
+        "cli": {"server", "guided", "bench", "chat", "doctor", "options", "replay", "terminal"},
         "bench": {"compose"},
         "chat": {"terminal"},
         "doctor": {"compose"},

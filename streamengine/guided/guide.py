@@ -68,4 +68,4 @@ def load_vocabulary(model: ModelSpec) -> Vocabulary:
         text = (Path(model.folder) / "tokenizer.json").read_text(encoding="utf-8")
     except OSError as error:
         raise UnsupportedFeature(f"a grammar needs the model's tokenizer.json: {error}") from error
-    return Vocabulary(text, model.vocab_size, model.eos_token_ids)
+    return Vocabulary.of_model(text, model.vocab_size, model.eos_token_ids)

@@ -4,6 +4,7 @@ A `Matcher` is where one answer stands in its grammar. Tokens that end an answer
 it may end, or must, is what it says itself.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from streamengine.errors import GrammarError
+from streamengine.guided import schema
 from streamengine.guided.grammar import Grammar
 
 WHITESPACE = r"(\x20|\n\x20{0,40}|\n\t{0,10})"
@@ -22,19 +24,31 @@ write nothing else until its tokens are spent."""
 LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, verbose_errors=False)
 """Wider than the engine's own: 400 optional properties are 400 ways on at once."""
 
+_UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_NAME = re.compile(r'"([^"]+)"')
+
 Bitmask = NDArray[np.int32]
 Place = tuple["Matcher", int, tuple[int, ...]]
 """A matcher, its first row in the bitmask, and the guesses that have the rows behind it, valid ones all."""
 
 
 class Vocabulary:
-    """The tokens that grammars are compiled against: the model's ``tokenizer_json``, ``size`` logits wide."""
+    """The tokens that grammars are compiled against. Masks are made by ``threads`` at once."""
 
-    def __init__(self, tokenizer_json: str, size: int, eos_token_ids: Sequence[int], *, threads: int = 1) -> None:
-        # The engine wants to know an end; without one of the model's own it gets an id that is never sampled.
-        self.tokenizer = LLTokenizer(tokenizer_json, n_vocab=size, eos_token=list(eos_token_ids) or None)
-        self.words = -(-size // 32)
+    def __init__(self, tokenizer: LLTokenizer, *, threads: int = 1) -> None:
+        self.tokenizer = tokenizer
+        self.words = -(-tokenizer.vocab_size // 32)
         self._executor = LLExecutor(num_threads=threads)
+
+    @classmethod
+    def of_model(cls, tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
+        """A model's, ``size`` logits wide. Its ends are the ids that end an answer which may end."""
+        return cls(LLTokenizer(tokenizer_json, n_vocab=size, eos_token=list(eos_token_ids) or None))
+
+    @classmethod
+    def of_bytes(cls) -> "Vocabulary":
+        """One token a byte: whatever any model could write."""
+        return cls(LLTokenizer("byte"))
 
     def compile(self, grammar: Grammar) -> "Matcher":
         """A matcher at the beginning of ``grammar``. Takes as long as it takes, without the interpreter's lock.
@@ -47,7 +61,7 @@ class Vocabulary:
             # An endless chain of references shows only now.
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(_reason(matcher))
+            raise GrammarError(_reason(matcher, grammar))
         return Matcher(matcher)
 
     def fill(self, places: Sequence[Place], bitmask: Bitmask) -> None:
@@ -124,13 +138,16 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _reason(engine: LLMatcher) -> str:
+def _reason(engine: LLMatcher, grammar: Grammar | None = None) -> str:
     """One line of the engine's report; its words for an endless reference say nothing to a client."""
     lines = [line for line in engine.get_error().splitlines() if line.strip() and not line.startswith(" ")]
     if not lines:
         return "the grammar engine failed"
     if "NoExtension" in lines[0]:
         return "the grammar has no end: nothing satisfies it"
+    if grammar is not None and grammar.kind == "json_schema" and (keys := _UNSUPPORTED.search(lines[0])):
+        refused = _NAME.findall(keys.group(1))
+        return f"{', '.join(refused)} cannot be enforced, at {', '.join(schema.places_of(grammar.text, refused))}"
     error = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0]} {error}".strip()
 

@@ -5,7 +5,7 @@ meta-schema; and a normalised copy, in which what says nothing is dropped, becau
 every keyword that it does not enforce. A keyword that says something is never dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jsonschema
@@ -62,6 +62,13 @@ def prepare(schema: Any) -> str:
     _check_limits(schema)
     _check_valid(schema)
     return msgspec.json.encode(_normalise(schema)).decode()
+
+
+def places_of(text: str, keywords: Collection[str]) -> list[str]:
+    """Where a schema has one of ``keywords``, e.g. ``$.properties.age.not``; the first few places."""
+    schemas = _walk(msgspec.json.decode(text), "$")
+    places = [f"{place}.{keyword}" for place, one in schemas for keyword in keywords if keyword in one]
+    return sorted(places)[:3]
 
 
 def _check_size(schema: Schema) -> None:
