@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, StreamEngineError
 from streamengine.guided.grammar import MakeMasks
-from streamengine.guided.guide import Guide, load_vocabulary
 from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
 from streamengine.link import (
@@ -49,6 +49,9 @@ from streamengine.prefix import PrefixCache
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
 from streamengine.trace import Tracer
+
+if TYPE_CHECKING:
+    from streamengine.guided.guide import Guide
 
 GRAMMAR_POLL_S = 0.02
 """How long an idle core waits for a grammar before it looks at its messages again."""
@@ -122,6 +125,9 @@ def _start(
     ledger = runner.statistics()
     _logger.info("memory: %s", _memory(ledger, runner.kv))
     link.send(Ready(model=model, kv=runner.kv, ledger=ledger))
+    # numpy and the grammar engine take longer to import than all else that the command line needs of this module.
+    from streamengine.guided.guide import Guide, load_vocabulary
+
     guide = stack.enter_context(closing(Guide(partial(load_vocabulary, model))))
     scheduler = build_scheduler(config, model, runner.kv, guide.mask)
     return _Core(link, runner, scheduler, guide, clock, tracer, debug=config.debug)
@@ -165,7 +171,7 @@ class _Core:
         link: CoreLink,
         runner: Runner,
         scheduler: Scheduler,
-        guide: Guide,
+        guide: "Guide",
         clock: Callable[[], float],
         tracer: Tracer | None,
         *,
