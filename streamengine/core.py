@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
 from streamengine.config import EngineConfig
-from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.errors import EngineFailure, InvalidRequest, StreamEngineError
 from streamengine.guided.grammar import MakeMasks
 from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
@@ -254,6 +254,12 @@ class _Core:
             try:
                 if isinstance(outcome, StreamEngineError):
                     raise outcome
+                shortest = outcome.matcher.shortest
+                if shortest is not None and shortest > request.max_tokens:
+                    raise InvalidRequest(
+                        f"the shortest answer takes {shortest} tokens, max_tokens is {request.max_tokens}",
+                        param="max_tokens",
+                    )
                 self._scheduler.submit(request, arrival, outcome)
             except StreamEngineError as error:
                 self._refuse(request, error)

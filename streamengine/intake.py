@@ -53,6 +53,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
         response_format: what the answer must look like, e.g. ``{"type": "json_schema", "json_schema": {"schema":
             {…}}}``; see `streamengine.guided.formats`. Every token keeps to it, so an answer that ends with ``stop``
             is valid; one that ends with ``length`` is the beginning of a valid one.
+        close_document: complete the answer while ``max_tokens`` still allows it, so that it always ends with ``stop``.
 
     Raises:
         InvalidRequest: a field of the wrong type or out of range; messages and ids are looked at by `Intake`.
@@ -67,6 +68,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     tenant: Annotated[str, Meta(max_length=256)] = ""
     response_format: Mapping[str, Any] | None = None
+    close_document: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -85,6 +87,7 @@ class Asked(TypedDict, total=False):
     priority: int
     tenant: str
     response_format: Mapping[str, Any] | None
+    close_document: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class Intake:
         value, words = getattr(generate, name), generate.sampling.bad_words
 
         def work() -> Prompt:
-            grammar = read_format(generate.response_format)
+            grammar = _grammar(generate)
             ids = getattr(self, f"_read_{name}")(value)
             return Prompt(ids, self._read_bad_words(words), grammar)
 
@@ -289,6 +292,17 @@ class Intake:
                 vocab_size=self._vocab_size,
             )
         return exact
+
+
+def _grammar(generate: Generate) -> Grammar | None:
+    grammar = read_format(generate.response_format)
+    if not generate.close_document:
+        return grammar
+    if grammar is None:
+        raise InvalidRequest("close_document needs a response_format", param="close_document")
+    if generate.sampling.logprobs is not None:
+        raise UnsupportedFeature("close_document cannot be combined with logprobs", param="close_document")
+    return structs.replace(grammar, close=True)
 
 
 def _with_grammar(params: SamplingParams) -> SamplingParams:

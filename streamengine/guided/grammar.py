@@ -14,12 +14,14 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """``text`` is a normalised JSON Schema, a regular expression, or a grammar in Lark's syntax.
 
     With ``lenient`` what the engine cannot enforce in a schema is left out, with warnings: only where it was
-    asked for. Equal grammars compile to the same matcher.
+    asked for. With ``close`` an answer is completed before its tokens are spent. Equal grammars compile to the same
+    matcher.
     """
 
     kind: Kind
     text: str
     lenient: bool = False
+    close: bool = False
 
 
 class Constraint(Protocol):
@@ -44,6 +46,11 @@ class Constraint(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that must come next, whatever the model thinks."""
+        ...
+
+    def end(self, taken: int, left: int) -> tuple[int, list[int]] | None:
+        """After ``taken`` tokens, with ``left`` more allowed: None while the answer may go on; else how many of those
+        to take back, and the tokens that then complete it. Only a grammar that is to be closed ever asks for that."""
         ...
 
 

@@ -9,12 +9,16 @@ from threading import Lock
 from typing import cast
 
 from compiled.step import Masks, ModelSpec
-from streamengine.errors import RequestError, UnsupportedFeature
+from streamengine.errors import GrammarError, RequestError, UnsupportedFeature
+from streamengine.guided.closing import Closer, Steering
 from streamengine.guided.compiler import GrammarCompiler
 from streamengine.guided.constraint import GrammarConstraint
 from streamengine.guided.grammar import Constraint, Grammar
 from streamengine.guided.masks import MaskMaker
 from streamengine.guided.matcher import Matcher, Vocabulary
+
+MOST_TO_CLOSE = 4096
+"""Tokens of the longest shortest answer."""
 
 
 class Guide:
@@ -28,6 +32,7 @@ class Guide:
         self._lock = Lock()
         self._vocabulary: Vocabulary | None = None
         self._masks: MaskMaker | None = None
+        self._closer: Closer | None = None
         self._compiler = GrammarCompiler(self.compile)
         self.start = self._compiler.start
         self.cancel = self._compiler.cancel
@@ -37,9 +42,15 @@ class Guide:
     def done(self, now: float) -> list[tuple[int, GrammarConstraint | RequestError]]:
         """See `GrammarCompiler.done`."""
         return [
-            (key, GrammarConstraint(outcome) if isinstance(outcome, Matcher) else outcome)
+            (key, self._constraint(outcome) if isinstance(outcome, Matcher) else outcome)
             for key, outcome in self._compiler.done(now)
         ]
+
+    def _constraint(self, matcher: Matcher) -> GrammarConstraint:
+        if matcher.shortest is None:
+            return GrammarConstraint(matcher)
+        assert self._closer is not None, "it has found the shortest answer"
+        return GrammarConstraint(matcher, Steering(self._closer, matcher.shortest))
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of ``grammar``, now. Raises RequestError."""
@@ -47,7 +58,15 @@ class Guide:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
                 self._masks = MaskMaker(self._vocabulary)
-        return self._vocabulary.compile(grammar)
+            if grammar.close and self._closer is None:
+                self._closer = Closer(self._vocabulary)
+        matcher = self._vocabulary.compile(grammar)
+        if grammar.close and self._closer is not None:
+            ending = self._closer.shortest(matcher, MOST_TO_CLOSE)
+            if ending is None:
+                raise GrammarError(f"close_document: no answer of at most {MOST_TO_CLOSE} tokens was found")
+            matcher.shortest = len(ending)
+        return matcher
 
     def mask(self, places: list[tuple[Constraint, int, tuple[int, ...]]], rows: int) -> Masks:
         """See `Scheduler`."""

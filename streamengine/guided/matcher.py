@@ -77,11 +77,13 @@ class Vocabulary:
 class Matcher:
     """One answer's place in its grammar."""
 
-    def __init__(self, engine: LLMatcher) -> None:
+    def __init__(self, engine: LLMatcher, shortest: int | None = None) -> None:
         self.engine = engine
+        self.shortest = shortest
+        """Of a grammar that is to be closed: tokens of the shortest answer that was found."""
 
     def copy(self) -> "Matcher":
-        return Matcher(self.engine.deep_copy())
+        return Matcher(self.engine.deep_copy(), self.shortest)
 
     def advance(self, token: int) -> bool:
         """Take ``token``; False if the grammar does not allow it (`error` says why), for good."""

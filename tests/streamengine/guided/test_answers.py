@@ -152,3 +152,30 @@ async def test_a_request_can_be_aborted_while_its_grammar_is_made(tmp_path: Path
     assert log.ended
     assert statistics["grammars_compiling"] == 0
     assert statistics["running"] == 0
+
+
+async def test_a_document_is_closed_before_its_tokens_are_spent(tmp_path: Path) -> None:
+    words = {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 2}
+    schema = {"type": "object", "properties": {"words": words, "n": {"type": "integer"}}, "required": ["words", "n"]}
+    async with opened(tmp_path) as engine:
+        for seed, most in enumerate(range(40, 100, 3)):
+            result = await engine.generate(
+                prompt="?",
+                sampling=SamplingParams(max_tokens=most, seed=seed, speculate=seed % 2 * 4),
+                response_format=of_schema(schema),
+                close_document=True,
+            )
+            jsonschema.validate(json.loads(result.text), schema)
+            assert result.finish_reason == "stop"
+            assert len(result.token_ids) <= most
+
+
+async def test_a_budget_that_no_answer_fits_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engine:
+        with pytest.raises(InvalidRequest, match=r"takes (\d+) tokens, max_tokens is 9"):
+            await engine.generate(
+                prompt="?",
+                sampling=SamplingParams(max_tokens=9),
+                response_format=of_schema(SCHEMA),
+                close_document=True,
+            )

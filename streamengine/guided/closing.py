@@ -1,0 +1,124 @@
+"""How few tokens would complete an answer: what ``close_document`` steers to when the budget runs out. Pure.
+
+A search over matchers. Where a grammar leaves a choice, few tokens are tried: those that close something, the
+shortest values, and where neither may come the longest and the shortest of what may. So the length found is
+that of a completion, short but not proven the shortest.
+"""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from streamengine.guided.matcher import Matcher, Vocabulary
+
+MAX_STATES = 3000
+"""Matchers that one search may look at."""
+
+STATES_TO_IMPROVE = 200
+"""And after it found a completion, for a shorter one."""
+
+SLACK = 64
+LOOK_EVERY = 16
+
+TRIED = 6
+"""Tokens that are tried where nothing can be closed."""
+
+_CLOSERS = frozenset(b'"]}')
+_GROUPS = (
+    (b'""', b'"', b"}", b"]"),
+    # Closers of several kinds at once come here. Then what ends a number comes before what would lengthen it.
+    (b",", b":", b"null", b"[]", b"{}", b"0", b"1", b"true", b"n", b"t", b"-", b"[", b"{"),
+)
+_SIMPLE = frozenset(text for group in _GROUPS for text in group)
+
+
+class Closer:
+    """Finds completions in one vocabulary; threads may share it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        size = vocabulary.tokenizer.vocab_size
+        texts = [vocabulary.tokenizer.decode_bytes([token]) for token in range(size)]
+        self._lengths = np.array([len(text) for text in texts])
+        closers = [t for t in range(size) if len(texts[t]) > 1 and _CLOSERS.issuperset(texts[t])]
+        simple = {text: token for token, text in reversed(list(enumerate(texts))) if text in _SIMPLE}
+        first, *others = ([simple[text] for text in group if text in simple] for group in _GROUPS)
+        self._preferred = np.array([*first, *closers, *(token for group in others for token in group)], np.int64)
+        self._ends = np.array(vocabulary.tokenizer.eos_tokens, np.int64)
+
+    def shortest(self, matcher: Matcher, most: int) -> list[int] | None:
+        """Tokens that complete the answer, at most ``most``; an end-of-sequence token where the grammar allows one and
+        does not end by itself. None if none were found."""
+        best: list[int] | None = None
+        states, order = MAX_STATES, count()
+        # Whoever left the most promising way least often goes first, and of these who is furthest.
+        heap: list[tuple[int, int, int, Matcher, list[int]]] = [(0, 0, next(order), matcher.copy(), [])]
+        while heap and states > 0:
+            states -= 1
+            strayed, _, _, here, tokens = heappop(heap)
+            for rank, step in enumerate(self._steps(here)):
+                path = [*tokens, *step]
+                if len(path) > most:
+                    continue
+                there = here.copy()
+                if step[-1] in self._ends or (all(there.advance(token) for token in step) and there.stopped):
+                    best, most, states = path, len(path) - 1, min(states, STATES_TO_IMPROVE)
+                elif not there.error:
+                    heappush(heap, (strayed + rank, -len(path), next(order), there, path))
+        return best
+
+    def _steps(self, matcher: Matcher) -> Iterator[list[int]]:
+        """Ways on, the most promising first."""
+        if matcher.accepting and len(self._ends):
+            yield [int(self._ends[0])]
+            return
+        if forced := matcher.forced():
+            yield forced
+            return
+        bitmask = np.zeros((1, self._vocabulary.words), np.int32)
+        self._vocabulary.fill([(matcher, 0, ())], bitmask)
+        allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little").astype(bool)[: len(self._lengths)]
+        preferred = self._preferred[allowed[self._preferred]][:TRIED].tolist()
+        if preferred:
+            yield from ([token] for token in preferred)
+            return
+        others = np.flatnonzero(allowed)
+        by_length = others[np.argsort(-self._lengths[others], kind="stable")]
+        for token in dict.fromkeys([*by_length[:TRIED].tolist(), *by_length[-TRIED:].tolist()]):
+            yield [token]
+
+
+class Steering:
+    """Watches one answer's budget. Between two looks an answer is trusted not to open more than `SLACK` tokens close;
+    a look takes some milliseconds, so it is taken rarely while there is room, and at every step when there is not."""
+
+    def __init__(self, closer: Closer, shortest: int) -> None:
+        self._closer = closer
+        self._watch_below = 2 * shortest + SLACK
+        self._unseen = 0
+
+    def fork(self) -> "Steering":
+        other = Steering(self._closer, 0)
+        other._watch_below, other._unseen = self._watch_below, self._unseen
+        return other
+
+    def check(self, matcher: Matcher, taken: int, left: int) -> tuple[int, list[int]] | None:
+        """``taken`` tokens were just taken and ``left`` more are allowed. None: go on.
+
+        Otherwise the answer can only be completed without the last ``drop`` of these, by the tokens given.
+        """
+        self._unseen += taken
+        if left > self._watch_below and self._unseen < LOOK_EVERY:
+            return None
+        self._unseen = 0
+        back = matcher.copy()
+        for drop in range(taken + 1):
+            if drop:
+                back.rollback(1)
+            ending = self._closer.shortest(back, left + drop)
+            if ending is not None:
+                self._watch_below = 2 * len(ending) + SLACK
+                return (drop, ending) if drop else None
+        return None  # it opened more than it was trusted with: max_tokens will cut it
