@@ -24,10 +24,9 @@ from typing import Literal, Protocol
 
 import anyio
 import anyio.to_thread
-import msgspec
 from anyio.abc import TaskGroup
 from anyio.lowlevel import RunVar
-from msgspec import structs
+from msgspec import UNSET
 
 from streamengine.bell import Bell
 from streamengine.config import ServerConfig
@@ -39,9 +38,6 @@ from streamengine_sdk import wire
 
 FEATURES = ("coalesce", "logprobs", "token_ids")
 """What `hello` announces beyond the bare protocol."""
-
-LATER = frozenset({"init", "attach", "ack"})
-"""Messages of the protocol that are not there yet."""
 
 INLINE_BYTES = 64 * 1024
 """A longer message may take more than a millisecond to decode, and is decoded in a worker thread."""
@@ -152,7 +148,7 @@ class Session:
             else:
                 message = await anyio.to_thread.run_sync(wire.decode_client, frame, limiter=_decoders())
         except wire.BadMessage as bad:
-            self._refuse(bad, frame)
+            self._refuse(bad)
         else:
             self._handle(message)
 
@@ -165,17 +161,18 @@ class Session:
                     view.cancel(self._engine, "client")
             case wire.Ping(t=t):
                 self._reply(wire.Pong(t=t, server_t=time.time()))
+            case _:
+                ref = getattr(message, "id", UNSET)
+                text = f"{message.__struct_config__.tag} is not supported by this server"
+                self._reply(wire.Error(code="unsupported_feature", message=text, status=422, retryable=False, ref=ref))
 
-    def _refuse(self, bad: wire.BadMessage, frame: str | bytes) -> None:
+    def _refuse(self, bad: wire.BadMessage) -> None:
         self._invalid_json += bad.code == "invalid_json"
         if self._invalid_json >= MAX_INVALID_JSON:
             self._closing = (4400, "bad messages")
         if bad.id in self._views:
             # As terminal it would end the request that runs under this id.
             self._reply(_duplicate(bad.id))
-        elif bad.code == "unknown_type" and len(frame) <= INLINE_BYTES and (name := _type(frame)) in LATER:
-            text = f"{name} is not supported by this server"
-            self._reply(structs.replace(bad.error, code="unsupported_feature", message=text, status=422))
         else:
             self._reply(bad.error)
 
@@ -260,11 +257,6 @@ class Session:
     async def _send(self, message: wire.ServerMessage) -> None:
         await self._transport.send_text(wire.encode(message))
         self._sent_at = anyio.current_time()
-
-
-def _type(frame: str | bytes) -> str:
-    name: str = msgspec.json.decode(frame)["type"]
-    return name
 
 
 def _decoders() -> anyio.CapacityLimiter:

@@ -508,7 +508,7 @@ async def test_the_third_frame_that_is_no_json_closes_the_connection() -> None:
         (b"\x00", "invalid_message", None),
         ("[]", "invalid_message", None),
         ('{"type": "fly", "id": "x"}', "unknown_type", "x"),
-        ('{"type": "attach", "id": "x", "stream": "st_0", "after": 0}', "unsupported_feature", "x"),
+        ('{"type": "attach", "id": "x", "stream": "st_0123456789abcdef", "after": 0}', "unsupported_feature", "x"),
         ('{"type": "ack", "id": "x", "seq": 1}', "unsupported_feature", "x"),
         ('{"type": "init"}', "unsupported_feature", None),
         ('{"type": "cancel"}', "invalid_message", None),
