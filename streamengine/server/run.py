@@ -8,6 +8,7 @@ sockets 503), on the second everything ends at once. The engine goes before uvic
 
 import contextlib
 import errno
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from streamengine.engine import Engine
 from streamengine.errors import StartupError, StreamEngineError
 from streamengine.link import Progress
 from streamengine.server.app import create_app
+from streamengine.server.identity import ENVIRONMENT, Keys
 from streamengine.server.service import Service
 from streamengine.server.websocket import StreamProtocol
 
@@ -63,7 +65,8 @@ def serve(
 
         return compose.open_engine(config, restart=restart, progress=told)
 
-    running = Server(server, open_engine, ready=ready)
+    keys = Keys(server, os.environ.get(ENVIRONMENT, ""))
+    running = Server(server, open_engine, keys=keys, ready=ready)
     anyio.run(partial(running.run, signals=True), backend="asyncio", backend_options={"use_uvloop": True})
 
 
@@ -75,12 +78,17 @@ class Server:
     """
 
     def __init__(
-        self, config: ServerConfig, open_engine: OpenEngine, *, ready: Callable[[str], None] | None = None
+        self,
+        config: ServerConfig,
+        open_engine: OpenEngine,
+        *,
+        keys: Keys | None = None,
+        ready: Callable[[str], None] | None = None,
     ) -> None:
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self.service = Service(config)
+        self.service = Service(config, keys)
         self._open_engine = open_engine
         self._ready = ready
         self._uvicorn = _Uvicorn(_uvicorn_config(self.service))
@@ -117,14 +125,16 @@ class Server:
 
     async def _run_engine(self) -> None:
         async with self._open_engine(self._report) as engine:
-            self.service.engine = engine
+            streams = self.service.open(engine)
             if self._ready is not None:
                 self._ready(self.url)
-            failure = await self._failed_before_stop(engine)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(streams.run)
+                failure = await self._failed_before_stop(engine)
+                await (self.service.drain() if failure is None else self.service.fail())
+                tasks.cancel_scope.cancel()
             if failure is not None:
-                await self.service.fail()
                 raise failure
-            await self.service.drain()
 
     async def _failed_before_stop(self, engine: Engine) -> StreamEngineError | None:
         failure: StreamEngineError | None = None

@@ -8,18 +8,23 @@ import anyio
 from streamengine.config import ServerConfig
 from streamengine.engine import Engine
 from streamengine.link import Progress
+from streamengine.server.identity import Keys, Tickets
 from streamengine.session import Session
+from streamengine.streams import Streams
 
 FLUSH_S = 5.0
 """After the last stream has ended: how long slow clients may take to read the rest, in seconds."""
 
 
 class Service:
-    """The state of one server. ``engine`` is None until it is ready."""
+    """The state of one server. ``engine`` and ``streams`` are None until the engine is ready."""
 
-    def __init__(self, config: ServerConfig, engine: Engine | None = None) -> None:
+    def __init__(self, config: ServerConfig, keys: Keys | None = None) -> None:
         self.config = config
-        self.engine = engine
+        self.keys = keys or Keys(config)
+        self.tickets = Tickets()
+        self.engine: Engine | None = None
+        self.streams: Streams | None = None
         self.progress: Progress | None = None
         self.draining = False
         self._sessions: set[Session] = set()
@@ -31,6 +36,11 @@ class Service:
         if self.engine is not None and self.engine.status != "ready":
             return self.engine.status
         return "draining" if self.draining else "ready" if self.engine is not None else "starting"
+
+    def open(self, engine: Engine) -> Streams:
+        """Requests are taken from now on; `Streams.run` is to be run beside."""
+        self.engine, self.streams = engine, Streams(engine, self.config)
+        return self.streams
 
     @property
     def connections(self) -> int:
