@@ -17,6 +17,7 @@ from streamengine.engine import Engine
 from streamengine.errors import StreamEngineError
 from streamengine.server.access import host_allowed
 from streamengine.server.metrics import Metrics
+from streamengine.server.openai import openai_routes
 from streamengine.server.page import page_routes
 from streamengine.server.service import Service
 from streamengine.server.websocket import StreamEndpoint
@@ -30,7 +31,7 @@ def create_app(service: Service) -> ASGIApp:
             Route("/health", _health),
             Route("/ready", _ready(service)),
             Route("/metrics", Metrics(service).answer),
-            Route("/v1/models", _with_engine(service, _models)),
+            *openai_routes(service),
             Route("/v1/stats", _with_engine(service, _statistics)),
             WebSocketRoute("/v1/stream", StreamEndpoint(service)),
         ]
@@ -88,12 +89,6 @@ def _with_engine(service: Service, answer: Callable[[Engine], Awaitable[Any]]) -
             return JSONResponse({"error": error.message}, error.status)
 
     return handle
-
-
-async def _models(engine: Engine) -> Any:
-    model = engine.model
-    entry = {"id": model.name, "object": "model", "owned_by": "streamengine", "max_model_len": model.max_model_len}
-    return {"object": "list", "data": [entry]}
 
 
 async def _statistics(engine: Engine) -> Any:
