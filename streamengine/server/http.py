@@ -1,7 +1,7 @@
 """What every HTTP route needs: bodies in, errors out, and to notice that a client has gone."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from math import ceil
 from typing import Any, TypeVar
 
@@ -43,17 +43,12 @@ def error_body(error: StreamEngineError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: StreamEngineError, retry_after_ms: int | None = None) -> JSONResponse:
-    """``retry_after_ms`` is told in whole seconds."""
-    headers = {} if retry_after_ms is None else {"retry-after": str(ceil(retry_after_ms / 1000))}
-    return JSONResponse(error_body(error), error.status, headers)
-
-
 class Http:
-    """What the routes of one server share."""
+    """What the routes of one server share. ``statuses`` are those that errors get in place of their own."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, statuses: Mapping[int, int] | None = None) -> None:
         self.config = service.config
+        self._statuses = statuses or {}
         self._service = service
         self._decoders = anyio.CapacityLimiter(2)  # more would only take turns with the event loop
 
@@ -64,15 +59,20 @@ class Http:
             try:
                 return await answer(request)
             except StreamEngineError as error:
-                streams = self._service.streams
-                return error_response(error, None if streams is None else streams.retry_after_ms(error))
+                return self._refuse(error)
             except ClientDisconnect:
                 return Response(status_code=GONE)
             except Exception:
                 logger.exception("%s failed", path)
-                return error_response(StreamEngineError("internal error"))
+                return self._refuse(StreamEngineError("internal error"))
 
         return Route(path, handle, methods=list(methods))
+
+    def _refuse(self, error: StreamEngineError) -> Response:
+        streams, headers = self._service.streams, {}
+        if streams is not None and (wait_ms := streams.retry_after_ms(error)) is not None:
+            headers["retry-after"] = str(ceil(wait_ms / 1000))
+        return JSONResponse(error_body(error), self._statuses.get(error.status, error.status), headers)
 
     @property
     def streams(self) -> Streams:

@@ -38,7 +38,7 @@ from streamengine.text import Detokenizer
 
 
 def openai_routes(service: Service) -> list[Route]:
-    http = Http(service)
+    http = Http(service, {422: 400})  # what OpenAI cannot do is a bad request
     api = OpenAI(http)
     return [
         http.route("/v1/chat/completions", api.chat, "POST"),
