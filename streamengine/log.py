@@ -221,6 +221,14 @@ class Log:
     def unfollow(self, wake: Wake) -> None:
         self._wakes.remove(wake)
 
+    def _reach(self, begin: int, end: int, characters: int) -> int:
+        """Where a slice from ``begin`` ends that has ``characters``, or ``end`` if it comes first."""
+        for position in range(begin, end):
+            characters -= len(self._texts[position])
+            if characters <= 0:
+                return position + 1
+        return end
+
     def _slice(self, begin: int, end: int) -> TextDelta:
         dropped = self.logprobs_after  # a reader of these is let go before they are
         return TextDelta(
@@ -246,11 +254,14 @@ class Reader:
         """Everything is read and the log has its terminal."""
         return self._log.ended and self.position == len(self._log)
 
-    def take(self, limit: int = 0) -> TextDelta | None:
-        """All new entries as one slice, at most ``limit`` of them unless it is 0; None if there are none."""
+    def take(self, limit: int = 0, characters: int = 0) -> TextDelta | None:
+        """All new entries as one slice; None if there are none. Where they are not 0, at most ``limit`` of them and
+        no more than one beyond so many ``characters``."""
         begin, end = self.position, len(self._log)
         if limit:
             end = min(end, begin + limit)
+        if characters:
+            end = self._log._reach(begin, end, characters)
         if begin == end:
             return None
         self.position = end

@@ -9,16 +9,13 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.to_thread import run_sync
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-import streamengine_sdk
 from compiled.step import Runner
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.core import run_core
@@ -27,11 +24,10 @@ from streamengine.link import CoreLink, FrontLink, Progress, link_pair
 from streamengine.server import Server
 from streamengine.server.run import OpenEngine
 from tests.fakes import ByteTokenizer, FakeRunner, fake_kv
+from tests.schema import validate
 
 PATIENCE_S = 20.0
 BuildRunner = Callable[[Callable[[Progress], None]], Runner]
-_SCHEMA = json.loads((Path(streamengine_sdk.__path__[0]) / "protocol.schema.json").read_text())
-VALIDATORS = {name: jsonschema.Draft202012Validator(rules) for name, rules in _SCHEMA["$defs"]["server"].items()}
 
 
 def roomy_runner(**more: Any) -> FakeRunner:
@@ -124,21 +120,19 @@ class Served:
 
 
 class Client:
-    """A raw client that holds every message of the server against the schema."""
+    """A raw client that holds every message, its own too, against the schema."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.connection = connection
 
     def send(self, type: str, **fields: Any) -> None:
-        self.connection.send(json.dumps({"type": type, **fields}))
+        self.connection.send(json.dumps(validate("client", {"type": type, **fields})))
 
     def generate(self, id: str = "r1", **fields: Any) -> None:
         self.send("generate", id=id, **{"prompt": "hello", "temperature": 0, **fields})
 
     def next(self) -> dict[str, Any]:
-        message = json.loads(self.connection.recv(PATIENCE_S))
-        VALIDATORS[message["type"]].validate(message)
-        return message
+        return validate("server", str(self.connection.recv(PATIENCE_S)))
 
     def until(self, *types: str) -> list[dict[str, Any]]:
         messages = [self.next()]

@@ -17,6 +17,7 @@ from functools import partial
 
 import anyio
 import uvicorn
+from anyio.abc import TaskGroup
 
 from streamengine import compose
 from streamengine.config import EngineConfig, ServerConfig
@@ -25,8 +26,9 @@ from streamengine.errors import StartupError, StreamEngineError
 from streamengine.link import Progress
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
+from streamengine.server.logs import configure_logging
+from streamengine.server.protocols import StreamProtocol, http_protocol
 from streamengine.server.service import Service
-from streamengine.server.websocket import StreamProtocol
 
 BACKLOG = 2048
 PING_S = 20.0
@@ -65,6 +67,7 @@ def serve(
 
         return compose.open_engine(config, restart=restart, progress=told)
 
+    configure_logging(server)
     keys = Keys(server, os.environ.get(ENVIRONMENT, ""))
     running = Server(server, open_engine, keys=keys, ready=ready)
     anyio.run(partial(running.run, signals=True), backend="asyncio", backend_options={"use_uvloop": True})
@@ -87,11 +90,17 @@ class Server:
     ) -> None:
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if config.tls_cert is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self.service = Service(config, keys)
         self._open_engine = open_engine
         self._ready = ready
         self._uvicorn = _Uvicorn(_uvicorn_config(self.service))
+        try:
+            self._uvicorn.config.load()
+        except OSError as error:  # of TLS as well
+            self._socket.close()
+            raise StartupError(f"the TLS files cannot be used: {error}", param="tls_cert") from error
         self._stop = anyio.Event()
         self._engine_scope: anyio.CancelScope | None = None
 
@@ -115,7 +124,7 @@ class Server:
                 tasks.start_soon(self._stop_on_signals)
             try:
                 with anyio.CancelScope() as self._engine_scope:
-                    await self._run_engine()
+                    await self._run_engine(tasks)
             except StreamEngineError as error:
                 failure = error
             await self._uvicorn.finish()
@@ -123,18 +132,17 @@ class Server:
         if failure is not None:
             raise failure
 
-    async def _run_engine(self) -> None:
+    async def _run_engine(self, tasks: TaskGroup) -> None:
         async with self._open_engine(self._report) as engine:
-            streams = self.service.open(engine)
+            # Not in here: whatever else is told to end at a second stop, the engine is to know first that it was.
+            tasks.start_soon(self.service.open(engine).run)
             if self._ready is not None:
                 self._ready(self.url)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(streams.run)
-                failure = await self._failed_before_stop(engine)
-                await (self.service.drain() if failure is None else self.service.fail())
-                tasks.cancel_scope.cancel()
+            failure = await self._failed_before_stop(engine)
             if failure is not None:
+                await self.service.fail()
                 raise failure
+            await self.service.drain()
 
     async def _failed_before_stop(self, engine: Engine) -> StreamEngineError | None:
         failure: StreamEngineError | None = None
@@ -185,7 +193,7 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http="httptools",
+        http=http_protocol(service.config.max_header_bytes),
         ws=StreamProtocol,
         lifespan="off",
         log_config=None,
@@ -197,6 +205,8 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         ws_ping_interval=PING_S,
         ws_ping_timeout=PING_S,
         timeout_graceful_shutdown=CLOSING_S,
+        ssl_certfile=service.config.tls_cert,
+        ssl_keyfile=service.config.tls_key,
     )
 
 

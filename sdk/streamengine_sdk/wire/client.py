@@ -42,7 +42,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     linger_s: Annotated[float, Meta(ge=0, le=600)] | UnsetType = UNSET
     token_ids: bool = False
     values: bool = False
-    pad: Annotated[int, Meta(ge=0, le=256)] = 0
+    pad: Annotated[int, Meta(ge=0, le=256)] | UnsetType = UNSET
+    """Absent is what the server pads to by default, 0 is no padding."""
 
 
 class Generate(_Client, frozen=True, tag="generate"):
