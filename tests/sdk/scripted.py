@@ -79,6 +79,7 @@ class Peer:
     def __init__(self) -> None:
         self.sent = Mailbox()
         self.received = Mailbox()
+        self.init: wire.Init | None = None
         self.closed = False
 
     def say(self, message: wire.ServerMessage | dict[str, Any] | str) -> None:
@@ -90,9 +91,14 @@ class Peer:
         self.sent.put(TransportClosed(code, reason))
 
     async def heard(self) -> wire.ClientMessage:
-        """The next message of the client, read as strictly as a server reads."""
+        """The next message of the client after `init`, read as strictly as a server reads."""
         with anyio.fail_after(PATIENCE_S):
-            return wire.decode_client(await self.received.get())
+            message = wire.decode_client(await self.received.get())
+        if isinstance(message, wire.Init):
+            assert self.init is None
+            self.init = message
+            return await self.heard()
+        return message
 
     async def request(self) -> Answer:
         message = await self.heard()

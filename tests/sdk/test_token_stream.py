@@ -33,7 +33,7 @@ def server() -> ScriptedServer:
 
 @pytest.fixture
 def client(server: ScriptedServer) -> AsyncClient:
-    return AsyncClient("http://scripted", transport=server)
+    return AsyncClient("http://scripted", transport=server, reconnect=None)
 
 
 async def opened(server: ScriptedServer, stream: TokenStream) -> tuple[Peer, Answer]:
@@ -81,6 +81,7 @@ async def test_the_result_holds_everything_about_the_answer(server: ScriptedServ
         answer.done("stop", stop_sequence="!", timing=wire.Timing(ttft_ms=5.0))
         assert await stream.result() == Result(
             text="Hello world",
+            seq=3,
             token_ids=(7, 8, 9),
             usage=wire.Usage(prompt_tokens=3, completion_tokens=3, total_tokens=6),
             timing=wire.Timing(ttft_ms=5.0),
@@ -446,7 +447,7 @@ async def test_a_lost_connection_is_raised_after_what_had_arrived(server: Script
         with pytest.raises(ConnectionLost, match="1012 restart") as caught:
             await anext(stream)
         assert caught.value.close_code == 1012
-        assert caught.value.partial == Result(text="Hello world", stream_id="st_00000000000000000000r1")
+        assert caught.value.partial == Result(text="Hello world", seq=2, stream_id="st_00000000000000000000r1")
         with pytest.raises(ConnectionLost):
             await stream.result()
         with pytest.raises(ConnectionLost):
@@ -460,7 +461,7 @@ async def test_an_error_carries_usage_and_text_so_far(server: ScriptedServer, cl
         answer.error("engine_error", usage=usage, seq=2)
         with pytest.raises(EngineFailed, match="it is engine_error") as caught:
             await stream.result()
-        assert caught.value.partial == Result(text="Hello world", usage=usage, stream_id=stream.stream_id)
+        assert caught.value.partial == Result(text="Hello world", seq=2, usage=usage, stream_id=stream.stream_id)
 
 
 async def test_a_refused_message_ends_the_request_that_it_asked_for(
