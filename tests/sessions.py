@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.aborts: list[tuple[Log, str]] = []
         self.refusal: Exception | None = None
         self.submitting = anyio.Event()
+        self.aborted = anyio.Event()
         self.may_submit = anyio.Event()
         self.may_submit.set()
 
@@ -47,6 +48,7 @@ class ScriptedEngine:
     def abort(self, log: Log, cause: str) -> None:
         if not log.ended:
             self.aborts.append((log, cause))
+            self.aborted.set()
 
 
 def say(log: Log, text: str) -> None:
