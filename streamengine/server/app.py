@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from streamengine.errors import Forbidden
@@ -19,26 +19,30 @@ from streamengine.server.metrics import Metrics
 from streamengine.server.openai import openai_routes
 from streamengine.server.page import page_routes
 from streamengine.server.service import Service
+from streamengine.server.streams import stream_routes
 from streamengine.server.websocket import StreamEndpoint
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """All there are."""
+    http = Http(service)
+    own = _Routes(service, http)
+    return [
+        *page_routes(),
+        Route("/health", own.health),
+        Route("/ready", own.ready),
+        Route("/metrics", Metrics(service).answer),
+        *openai_routes(service),
+        *stream_routes(http),
+        http.route("/v1/stats", own.statistics, "GET"),
+        http.route("/v1/tickets", own.ticket, "POST"),
+        WebSocketRoute("/v1/stream", StreamEndpoint(service)),
+    ]
 
 
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``, whose engine may still be missing."""
-    http = Http(service)
-    own = _Routes(service, http)
-    app: ASGIApp = Starlette(
-        routes=[
-            *page_routes(),
-            Route("/health", own.health),
-            Route("/ready", own.ready),
-            Route("/metrics", Metrics(service).answer),
-            *openai_routes(service),
-            http.route("/v1/stats", own.statistics, "GET"),
-            http.route("/v1/tickets", own.ticket, "POST"),
-            WebSocketRoute("/v1/stream", StreamEndpoint(service)),
-        ]
-    )
-    app = Gate(app, service)
+    app = Gate(Starlette(routes=routes(service)), service)
     if not service.config.allow_origins:
         return app
     # Outside of the gate: a browser asks without a key whether it may send one.

@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from streamengine.errors import InvalidJSON, InvalidRequest, MessageTooLarge, StreamEngineError, Unavailable
 from streamengine.server.service import Service
-from streamengine.streams import Principal, Streams
+from streamengine.streams import Streams
 from streamengine_sdk.strict_json import check_json, check_size
 from streamengine_sdk.wire import field_of
 
@@ -81,22 +81,16 @@ class Http:
             raise Unavailable(f"the engine is {self._service.status}")
         return self._service.streams
 
-    def principal(self, request: Request) -> Principal:
-        """Who asks. Raises `Unauthorized`."""
-        return self._service.keys.authenticate(request.headers)
-
-    async def read(self, request: Request, kind: type[T]) -> T:
-        """The body as ``kind``.
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """What ``parse`` makes of the body; it may take long.
 
         Raises:
-            MessageTooLarge: above ``max_message_bytes``.
-            InvalidJSON: no JSON, a key that is there twice, NaN, or nested too deep.
-            InvalidRequest: not a ``kind``; by field.
+            MessageTooLarge: above ``max_message_bytes``; and what ``parse`` raises.
         """
         body = await self._receive(request)
         if len(body) <= INLINE_BYTES:
-            return decode(body, kind)
-        return await anyio.to_thread.run_sync(decode, body, kind, limiter=self._decoders)
+            return parse(body)
+        return await anyio.to_thread.run_sync(parse, body, limiter=self._decoders)
 
     async def _receive(self, request: Request) -> bytes:
         most, body, size = self.config.max_message_bytes, bytearray(), 0
@@ -112,7 +106,12 @@ class Http:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """``body`` as ``kind``; raises what `Http.read` does."""
+    """``body`` as ``kind``.
+
+    Raises:
+        InvalidJSON: no JSON, a key that is there twice, NaN, or nested too deep.
+        InvalidRequest: not a ``kind``; by field.
+    """
     try:
         text = body.decode()
         check_size(text)

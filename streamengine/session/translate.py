@@ -4,7 +4,7 @@ from base64 import b64encode
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from streamengine.checks import exact_integer, shown
 from streamengine.engine import Generate
@@ -98,7 +98,7 @@ def to_logprob(item: TokenLogprob) -> wire.Logprob:
     )
 
 
-def to_terminal(id: str, log: Log, delivery: wire.DeliveryStats) -> wire.Done | wire.Error:
+def to_terminal(id: str, log: Log, delivery: wire.DeliveryStats | UnsetType = UNSET) -> wire.Done | wire.Error:
     """The last message of a log that has ended."""
     if log.outcome is None:
         assert log.error is not None, "a log that ended has a terminal"

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.fakes import EOS, FakeRunner, oracle, script
+from tests.fakes import EOS, FakeRunner, fake_model, oracle
 from tests.serving import PATIENCE_S, Served, engine_over, eventually, roomy_runner, serving
 
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hello"}]
@@ -414,14 +415,15 @@ def test_a_drain_lets_answers_finish(runner: FakeRunner) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ANSWER
 
 
-def test_an_answer_that_the_shutdown_cuts_says_so(runner: FakeRunner) -> None:
-    runner.answer = script({"hello": "x" * 200})
-    with serving(engine_over(runner), drain_s=0.0) as served, client_of(served) as client:
-        runner.hold()
-        stream = client.completions.create(model="fake", prompt="hello", max_tokens=200, stream=True)
-        assert runner.holding.wait(PATIENCE_S)
+def test_an_answer_that_the_shutdown_cuts_says_so() -> None:
+    def answer(context: Any, sampling: Any) -> int:
+        time.sleep(0.001)
+        return ord("x")
+
+    endless = roomy_runner(model=fake_model(max_model_len=30_000), answer=answer)
+    with serving(engine_over(endless), drain_s=0.0) as served, client_of(served) as client:
+        stream = client.completions.create(model="fake", prompt="hello", max_tokens=29_000, stream=True)
+        next(stream)
         served.stop()
-        eventually(lambda: served.get("/ready")[0] == 503)
-        runner.release()
         with pytest.raises(openai.APIError, match="shutdown"):
             list(stream)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
-from streamengine.errors import EngineFailure, ShuttingDown, StreamEngineError
+from streamengine.errors import EngineFailure, ShuttingDown
 from streamengine.log import Log, Reader, TokenLogprob
 from streamengine.text import Entry
 
@@ -21,23 +21,27 @@ LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A token: what it writes, where its text begins in that of its choice, and its log-probability; the first
+    token of a prompt has none."""
+
+    data: bytes
+    offset: int
+    item: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is repeated in front of its answers: its tokens with the text of each, and what the first,
-    which has no log-probability, writes."""
+    """A prompt that is repeated in front of its answers: each token with its text, and what the first writes."""
 
     entries: tuple[Entry, ...]
     first: bytes
-
-    @property
-    def text(self) -> str:
-        return "".join(text for _, text in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new of one choice. ``logprobs`` are in the shape of its route, None where nobody asked."""
 
-    index: int
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: str | None
@@ -54,9 +58,12 @@ class ChoiceReader:
         self.ended = False
         """The finish reason was taken."""
         self._reader = reader
+        self._shape = shape
+        self._logprobs = logprobs
         self._echo = echo
-        self._logprobs = _SHAPES[shape]() if logprobs else None
         self._texts: list[str] = []
+        self._tokens: list[Scored] = []
+        self._offset = 0
         self._total, self._count = 0.0, 0
 
     @property
@@ -71,14 +78,15 @@ class ChoiceReader:
 
     def read(self) -> None:
         """Take what is new from the log."""
-        self._read_echo()
-        one_by_one = 1 if self._logprobs is not None else 0  # to know which text is whose
+        if self._echo is not None and (len(self.log) or self.log.ended):  # its log-probabilities are there by then
+            self._repeat(self._echo)
+            self._echo = None
+        one_by_one = 1 if self._logprobs else 0  # to know which text is whose
         while (delta := self._reader.take(one_by_one)) is not None:
-            self._texts.append(delta.text)
             for item in delta.logprobs:
                 self._total, self._count = self._total + item.logprob, self._count + 1
-                if self._logprobs is not None:
-                    self._logprobs.add(item, delta.text)
+                self._add(item.bytes, item)
+            self._say(delta.text)
 
     def take(self) -> Piece | None:
         """What was read, if it is worth a chunk: text or the end.
@@ -92,20 +100,26 @@ class ChoiceReader:
             self.ended = True
         if not text and finish is None:
             return None
-        self._texts = []
-        return Piece(self.index, text, None if self._logprobs is None else self._logprobs.flush(), finish)
+        shape = chat_logprobs if self._shape == "chat" else text_logprobs
+        piece = Piece(text, shape(self._tokens) if self._logprobs else None, finish)
+        self._texts, self._tokens = [], []
+        return piece
 
-    def _read_echo(self) -> None:
-        echo = self._echo
-        if echo is None or not (len(self.log) or self.log.ended):  # its log-probabilities are there with the first
-            return
-        self._echo = None
-        self._texts.append(echo.text)
-        if self._logprobs is not None and self.log.prompt_logprobs:
-            (_, text), *rest = echo.entries
-            self._logprobs.add_first(echo.first, text)
-            for (_, text), item in zip(rest, self.log.prompt_logprobs, strict=True):
-                self._logprobs.add(item, text)
+    def _repeat(self, echo: Echo) -> None:
+        items: list[TokenLogprob | None] = [None, *self.log.prompt_logprobs]
+        for number, (_, text) in enumerate(echo.entries):
+            if self._logprobs:
+                item = items[number]
+                self._add(echo.first if item is None else item.bytes, item)
+            self._say(text)
+
+    def _add(self, data: bytes, item: TokenLogprob | None) -> None:
+        if self._logprobs:
+            self._tokens.append(Scored(data, self._offset, item))
+
+    def _say(self, text: str) -> None:
+        self._texts.append(text)
+        self._offset += len(text)
 
 
 def finish_reason(log: Log) -> str:
@@ -131,26 +145,23 @@ def usage(groups: Sequence[Sequence[Log]]) -> dict[str, Any]:
     }
 
 
-def whole_choice(shape: Shape, piece: Piece, index: int) -> dict[str, Any]:
+def whole_choice(shape: Shape, index: int, piece: Piece) -> dict[str, Any]:
     said = {"text": piece.text} if shape == "text" else {"message": {"role": "assistant", "content": piece.text}}
+    return _choice(index, said, piece)
+
+
+def chunk_choice(shape: Shape, index: int, piece: Piece) -> dict[str, Any]:
+    content = {"content": piece.text} if piece.text else {}
+    return _choice(index, {"text": piece.text} if shape == "text" else {"delta": content}, piece)
+
+
+def _choice(index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
     return {"index": index, **said, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
-
-
-def chunk_choice(shape: Shape, piece: Piece) -> dict[str, Any]:
-    said: dict[str, Any] = {"text": piece.text}
-    if shape == "chat":
-        said = {"delta": {"content": piece.text} if piece.text else {}}
-    return {"index": piece.index, **said, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
 
 
 def first_choice(index: int) -> dict[str, Any]:
     """The chunk with which each choice of a chat begins."""
-    return {
-        "index": index,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    return _choice(index, {"delta": {"role": "assistant", "content": ""}}, Piece("", None, None))
 
 
 def prompt_logprobs(log: Log) -> list[dict[str, Any] | None]:
@@ -162,58 +173,27 @@ def _by_id(item: TokenLogprob) -> dict[str, Any]:
     return {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": item.text}
 
 
-class ChatLogprobs:
-    """``content``: one object for each token."""
-
-    def __init__(self) -> None:
-        self._content: list[dict[str, Any]] = []
-
-    def add(self, item: TokenLogprob, text: str) -> None:
-        self._content.append({**_spelt(item), "top_logprobs": [_spelt(top) for top in item.top]})
-
-    def add_first(self, data: bytes, text: str) -> None:
-        raise StreamEngineError("a chat has no echo")
-
-    def flush(self) -> dict[str, Any]:
-        content, self._content = self._content, []
-        return {"content": content, "refusal": None}
+def chat_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    items = [token.item for token in tokens if token.item is not None]
+    content = [{**_spelt(item), "top_logprobs": [_spelt(top) for top in item.top]} for item in items]
+    return {"content": content, "refusal": None}
 
 
-class TextLogprobs:
-    """Four lists, of equal length."""
-
-    def __init__(self) -> None:
-        self._offset = 0
-        self._clear()
-
-    def add(self, item: TokenLogprob, text: str) -> None:
-        top: dict[str, float] = {}
-        for one in (*item.top, item):  # two tokens may write the same: the likelier one counts
-            top.setdefault(written(one.bytes), _finite(one.logprob))
-        self._add(item.bytes, text, _finite(item.logprob), top)
-
-    def add_first(self, data: bytes, text: str) -> None:
-        """The first token of a prompt: nothing comes before it, so nothing says how likely it is."""
-        self._add(data, text, None, None)
-
-    def flush(self) -> dict[str, Any]:
-        lists = self._lists
-        self._clear()
-        return lists
-
-    def _add(self, data: bytes, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        entry = {"tokens": written(data), "token_logprobs": logprob, "top_logprobs": top, "text_offset": self._offset}
-        for name, value in entry.items():
-            self._lists[name].append(value)
-        self._offset += len(text)
-
-    def _clear(self) -> None:
-        self._lists: dict[str, list[Any]] = {
-            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
+def text_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    items = [token.item for token in tokens]
+    return {
+        "tokens": [written(token.data) for token in tokens],
+        "token_logprobs": [None if item is None else _finite(item.logprob) for item in items],
+        "top_logprobs": [None if item is None else _top(item) for item in items],
+        "text_offset": [token.offset for token in tokens],
+    }
 
 
-_SHAPES: dict[Shape, type[ChatLogprobs] | type[TextLogprobs]] = {"chat": ChatLogprobs, "text": TextLogprobs}
+def _top(item: TokenLogprob) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for one in (*item.top, item):  # two tokens may write the same: the likelier one counts
+        top.setdefault(written(one.bytes), _finite(one.logprob))
+    return top
 
 
 def written(data: bytes) -> str:

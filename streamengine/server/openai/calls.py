@@ -133,7 +133,7 @@ class Call:
     def _whole_choice(self, index: int, reader: ChoiceReader) -> dict[str, Any]:
         piece = reader.take()
         assert piece is not None, "a log that has ended has a last piece"
-        choice = whole_choice(self._asked.shape, piece, index)
+        choice = whole_choice(self._asked.shape, index, piece)
         if self._asked.body.prompt_logprobs is not None and self._asked.shape == "text":
             choice["prompt_logprobs"] = prompt_logprobs(reader.log)
         return choice
@@ -157,10 +157,10 @@ class Call:
             self._read()
             for reader in readers:
                 if (piece := reader.take()) is not None:
-                    data += self._chunk(chunk_choice(self._asked.shape, piece))
+                    data += self._chunk(chunk_choice(self._asked.shape, reader.index, piece))
         except StreamEngineError as error:
             self._ended = True
-            return data + event(error_body(error))
+            return data + event(msgspec.json.encode(error_body(error)))
         if all(reader.ended for reader in readers):
             self._ended = True
             if self._options.include_usage:
@@ -174,7 +174,8 @@ class Call:
         return self._event([choice], {"usage": None} if self._options.include_usage else {})
 
     def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
-        return event({**self._head("text_completion", "chat.completion.chunk"), "choices": choices, **more})
+        chunk = {**self._head("text_completion", "chat.completion.chunk"), "choices": choices, **more}
+        return event(msgspec.json.encode(chunk))
 
     def _head(self, text: str, chat: str) -> dict[str, Any]:
         asked = self._asked

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -13,7 +14,7 @@ from starlette.routing import Route
 
 from compiled.step import ModelSpec
 from streamengine.engine import Engine, Generate
-from streamengine.server.http import Http, unless_gone
+from streamengine.server.http import Http, decode, unless_gone
 from streamengine.server.openai.answers import Echo, Shape
 from streamengine.server.openai.calls import Asked, Call
 from streamengine.server.openai.requests import (
@@ -33,7 +34,6 @@ from streamengine.server.openai.translate import (
 )
 from streamengine.server.service import Service
 from streamengine.server.sse import EventStream
-from streamengine.streams import Principal
 from streamengine.text import Detokenizer
 
 
@@ -65,19 +65,19 @@ class OpenAI:
     # completions
 
     async def chat(self, request: Request) -> Response:
-        principal, engine = self._http.principal(request), self._http.streams.engine
-        body = await self._http.read(request, self._chat)
+        engine = self._http.streams.engine
+        body = await self._http.read(request, partial(decode, kind=self._chat))
         check_body(body, engine.model.name)
         generate = chat_generate(body)
-        return await self._answer(request, principal, self._asked("chat", body, bool(body.logprobs)), [generate])
+        return await self._answer(request, self._asked("chat", body, bool(body.logprobs)), [generate])
 
     async def complete(self, request: Request) -> Response:
-        principal, engine = self._http.principal(request), self._http.streams.engine
-        body = await self._http.read(request, self._completion)
+        engine = self._http.streams.engine
+        body = await self._http.read(request, partial(decode, kind=self._completion))
         check_body(body, engine.model.name)
         generates = completion_generates(body)
         asked = self._asked("text", body, body.logprobs is not None)
-        return await self._answer(request, principal, asked, generates, echo=bool(body.echo))
+        return await self._answer(request, asked, generates, echo=bool(body.echo))
 
     def _asked(self, shape: Shape, body: Body, logprobs: bool) -> Asked:
         prefix = "cmpl" if shape == "text" else "chatcmpl"
@@ -86,7 +86,7 @@ class OpenAI:
         return Asked(shape=shape, id=id, created=created, model=model, body=body, logprobs=logprobs)
 
     async def _answer(
-        self, request: Request, principal: Principal, asked: Asked, generates: Sequence[Generate], echo: bool = False
+        self, request: Request, asked: Asked, generates: Sequence[Generate], echo: bool = False
     ) -> Response:
         streams = self._http.streams
         call = Call(asked, streams)
@@ -94,7 +94,7 @@ class OpenAI:
         async def work() -> Response:
             for generate in generates:
                 generate, repeated = await self._echo(streams.engine, generate) if echo else (generate, None)
-                call.add(await streams.open_all(principal, generate), repeated)
+                call.add(await streams.open_all(request.state.principal, generate), repeated)
             if asked.body.stream:
                 return EventStream(call, call.bell, self._http.config.heartbeat_s)
             return JSONResponse(await call.whole())
@@ -124,11 +124,9 @@ class OpenAI:
     # models
 
     async def models(self, request: Request) -> Response:
-        self._http.principal(request)
         return JSONResponse({"object": "list", "data": [self._model(self._http.streams.engine.model)]})
 
     async def model(self, request: Request) -> Response:
-        self._http.principal(request)
         model = self._http.streams.engine.model
         check_model(request.path_params["id"], model.name)
         return JSONResponse(self._model(model))
@@ -145,18 +143,16 @@ class OpenAI:
     # tokens
 
     async def tokenize(self, request: Request) -> Response:
-        self._http.principal(request)
         engine = self._http.streams.engine
-        body = await self._http.read(request, TokenizeRequest)
+        body = await self._http.read(request, partial(decode, kind=TokenizeRequest))
         check_model(body.model, engine.model.name)
         encode = tokenizing(body, engine.intake.tokenizer)
         ids = await anyio.to_thread.run_sync(encode, limiter=self._worker)
         return JSONResponse({"count": len(ids), "max_model_len": engine.model.max_model_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        self._http.principal(request)
         engine = self._http.streams.engine
-        body = await self._http.read(request, DetokenizeRequest)
+        body = await self._http.read(request, partial(decode, kind=DetokenizeRequest))
         check_model(body.model, engine.model.name)
         ids = engine.intake.check_ids(body.tokens, "tokens")
         text = await anyio.to_thread.run_sync(engine.intake.tokenizer.decode, ids, limiter=self._worker)
