@@ -140,6 +140,10 @@ class FakeServer:
         self._logs.clear()
         self.close()
 
+    def delivery(self, wanted: wire.Delivery) -> wire.Delivery:
+        """How streams are shown; to be overridden."""
+        return wanted
+
     def start(self, request: wire.Generate) -> _Log:
         for log in self._logs.values():
             if request.key and log.request.key == request.key:
@@ -212,7 +216,9 @@ class _Socket(ByteStream):
         if self._protocol.state is State.OPEN and not self._broken:
             if message := self._next():
                 self._protocol.send_text(wire.encode(message).encode())
-        return b"".join(self._protocol.data_to_send())
+        data = self._protocol.data_to_send()
+        self._broken |= b"" in data  # websockets' word for the end
+        return b"".join(data)
 
     def _next(self) -> wire.ServerMessage | None:
         if self.replies:
@@ -253,7 +259,7 @@ class _Socket(ByteStream):
 
     def _show(self, id: str, log: _Log, delivery: wire.Delivery, after: int) -> None:
         self.replies.append(wire.Accepted(id=id, stream=log.stream, after=after))
-        self._views.append(_View(id, log, delivery, after, after))
+        self._views.append(_View(id, log, self._server.delivery(delivery), after, after))
 
     def _update(self, view: _View, message: wire.Ack | wire.Cancel) -> None:
         if isinstance(message, wire.Ack):
