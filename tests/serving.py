@@ -77,19 +77,31 @@ class Served:
         self.portal.call(self.server.stop)
 
     def get(self, path: str, **headers: str) -> tuple[int, Any, Any]:
+        return self.ask("GET", path, **headers)
+
+    def ask(self, method: str, path: str, **headers: str) -> tuple[int, Any, Any]:
         """Status, headers, body: parsed where it is JSON."""
-        request = urllib.request.Request(self.url + path, headers=headers)
+        request = urllib.request.Request(self.url + path, headers=headers, method=method)
         try:
             answer: Any = urllib.request.urlopen(request, timeout=PATIENCE_S)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:
             body = answer.read()
-            parsed = json.loads(body) if answer.headers["content-type"] == "application/json" else body
+            parsed = json.loads(body) if body and answer.headers["content-type"] == "application/json" else body
             return answer.status, answer.headers, parsed
 
     def handshake(self, *headers: str, path: str = "/v1/stream", host: str | None = None) -> tuple[int, str]:
         """Ask for a WebSocket by hand; status and head of the answer."""
+        status, head, _ = self._upgrade(*headers, path=path, host=host)
+        return status, head
+
+    def refusal(self, *headers: str) -> tuple[int, str]:
+        """The same; status and the beginning of the body."""
+        status, _, body = self._upgrade(*headers, path="/v1/stream", host=None)
+        return status, body
+
+    def _upgrade(self, *headers: str, path: str, host: str | None) -> tuple[int, str, str]:
         lines = [
             f"GET {path} HTTP/1.1",
             f"Host: {host or f'127.0.0.1:{self.port}'}",
@@ -106,11 +118,12 @@ class Served:
                 received = sock.recv(4096)
                 assert received, f"closed after {head!r}"
                 head += received
-        return int(head.split()[1]), head.partition(b"\r\n\r\n")[0].decode()
+        top, _, body = head.partition(b"\r\n\r\n")
+        return int(top.split()[1]), top.decode(), body.decode(errors="replace")
 
     @contextmanager
-    def connect(self, **options: Any) -> Iterator["Client"]:
-        url = f"ws{self.url.removeprefix('http')}/v1/stream"
+    def connect(self, query: str = "", **options: Any) -> Iterator["Client"]:
+        url = f"ws{self.url.removeprefix('http')}/v1/stream{query}"
         with connect(
             url, subprotocols=[Subprotocol("streamengine.v1")], open_timeout=PATIENCE_S, **options
         ) as connection:

@@ -36,8 +36,9 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, head_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most = head_bytes
-        self._head = 0
+        self._head = self._received = 0
         self._in_head = True
+        self.access_log = False  # its lines hold queries
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -51,18 +52,37 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
-            # What follows the head in the same piece counts as well, but pieces are small.
-            self._head += len(data)
+            self._received += len(data)
         super().data_received(data)
-        if self._in_head and self._head > self._most and not self.transport.is_closing():
-            self.transport.write(TOO_LARGE)
-            self.transport.close()
+        # A line that never ends is no header yet.
+        if self._in_head and self._received > self._most and not self.transport.is_closing():
+            self._refuse()
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head = True, 0
+        self._in_head, self._head, self._received = True, 0, 0
         if self._timer is None:
             self._timer = self.loop.call_later(HEAD_S, self.transport.close)
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._head += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value)
+        if self._head > self._most:
+            raise ValueError("too large")  # ends the parser, which ends in `send_400_response`
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head > self._most:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse(self) -> None:
+        self.transport.write(TOO_LARGE)
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
