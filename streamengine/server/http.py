@@ -22,9 +22,6 @@ from streamengine_sdk.wire import field_of
 INLINE_BYTES = 64 * 1024
 """A longer body may take more than a millisecond to decode, and is decoded in a worker thread."""
 
-DISCARDED_BYTES = 16 * 1024 * 1024
-"""So much of a body that is too large is read and thrown away: whoever still sends cannot read the refusal."""
-
 GONE = 499
 """The status for a client that will not read it."""
 
@@ -93,15 +90,11 @@ class Http:
         return await anyio.to_thread.run_sync(parse, body, limiter=self._decoders)
 
     async def _receive(self, request: Request) -> bytes:
-        most, body, size = self.config.max_message_bytes, bytearray(), 0
+        most, body = self.config.max_message_bytes, bytearray()
         async for chunk in request.stream():
-            size += len(chunk)
-            if size <= most:
-                body += chunk
-            elif size > most + DISCARDED_BYTES:
-                break
-        if size > most:
-            raise MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+            if len(body) + len(chunk) > most:  # uvicorn reads the rest and drops it, so that the refusal is read
+                raise MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+            body += chunk
         return bytes(body)
 
 

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -50,6 +51,16 @@ def says(runner: FakeRunner, answer: str = ANSWER) -> None:
         return prompts[length][len(context) - length]
 
     runner.answer = tell
+
+
+def endless() -> FakeRunner:
+    """Says so much that a test is over long before."""
+
+    def answer(context: Any, sampling: Any) -> int:
+        time.sleep(0.001)
+        return ord("x")
+
+    return roomy_runner(model=fake_model(max_model_len=30_000), answer=answer)
 
 
 def greedy(prompt: str, tokens: int) -> str:
@@ -254,6 +265,22 @@ def test_a_full_queue_says_when_to_come_back(runner: FakeRunner) -> None:
             list(stream)
 
 
+def test_a_key_is_needed_where_there_are_keys_and_has_limits(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text('[alice]\nkey = "alice-key"\n')
+    with serving(engine_over(endless()), api_key_file=str(tmp_path / "keys.toml"), max_principal_streams=1) as served:
+        with client_of(served, "wrong") as client, pytest.raises(openai.AuthenticationError) as unknown:
+            client.models.list()
+        assert unknown.value.code == "unauthorized"
+        with client_of(served, "alice-key") as client:
+            stream = client.completions.create(model="fake", prompt="hello", max_tokens=29_000, stream=True)
+            next(stream)
+            with pytest.raises(openai.RateLimitError) as limited:
+                client.completions.create(model="fake", prompt="hello")
+            assert (limited.value.code, limited.value.type) == ("too_many_streams", "rate_limit_error")
+            assert int(limited.value.response.headers["retry-after"]) >= 1
+            stream.close()
+
+
 # what the client hides
 
 
@@ -298,7 +325,7 @@ def test_an_error_in_the_middle_is_the_last_event(served: Served, runner: FakeRu
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_error"
 
 
-@pytest.mark.parametrize("size", [4 * 1024 * 1024 + 1, 12 * 1024 * 1024])
+@pytest.mark.parametrize("size", [4 * 1024 * 1024 + 1, 40 * 1024 * 1024])
 def test_a_body_above_the_limit_is_refused(served: Served, size: int) -> None:
     response, body = post(served, "/v1/completions", b"x" * size)
     assert (response.status, json.loads(body)["error"]["code"]) == (413, "message_too_large")
@@ -416,12 +443,7 @@ def test_a_drain_lets_answers_finish(runner: FakeRunner) -> None:
 
 
 def test_an_answer_that_the_shutdown_cuts_says_so() -> None:
-    def answer(context: Any, sampling: Any) -> int:
-        time.sleep(0.001)
-        return ord("x")
-
-    endless = roomy_runner(model=fake_model(max_model_len=30_000), answer=answer)
-    with serving(engine_over(endless), drain_s=0.0) as served, client_of(served) as client:
+    with serving(engine_over(endless()), drain_s=0.0) as served, client_of(served) as client:
         stream = client.completions.create(model="fake", prompt="hello", max_tokens=29_000, stream=True)
         next(stream)
         served.stop()

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from streamengine.bell import Bell
@@ -99,8 +101,8 @@ class Call:
 
     # whole
 
-    async def whole(self) -> dict[str, Any]:
-        """The response, once everything has ended.
+    async def whole(self) -> bytes:
+        """The response as JSON, once everything has ended.
 
         Raises:
             StreamEngineError: what the first stream ended in that did not end in an answer.
@@ -114,11 +116,17 @@ class Call:
             if len(complete) == len(self._choices()):
                 break
             await self.bell.wait()
+        if not self._asked.logprobs:
+            return self._compose()
+        # Twenty for each of thousands of tokens take a while; nobody else has these readers.
+        return await anyio.to_thread.run_sync(self._compose)
+
+    def _compose(self) -> bytes:
         choices = [self._whole_choice(index, reader) for index, reader in enumerate(self._chosen())]
         whole = {**self._head("text_completion", "chat.completion"), "choices": choices, "usage": self._usage()}
         if self._asked.body.prompt_logprobs is not None and self._asked.shape == "chat":
             whole["prompt_logprobs"] = prompt_logprobs(self._groups[0][0].reader.log)
-        return whole
+        return msgspec.json.encode(whole)
 
     def _chosen(self) -> list[ChoiceReader]:
         """Where more were drawn than were asked for, the best."""

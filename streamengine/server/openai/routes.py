@@ -97,7 +97,7 @@ class OpenAI:
                 call.add(await streams.open_all(request.state.principal, generate), repeated)
             if asked.body.stream:
                 return EventStream(call, call.bell, self._http.config.heartbeat_s)
-            return JSONResponse(await call.whole())
+            return Response(await call.whole(), media_type="application/json")
 
         try:
             response = await unless_gone(request, work)
