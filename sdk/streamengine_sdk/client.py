@@ -83,7 +83,7 @@ class AsyncClient:
         self._transport = transport
         self._ids = count(1)
         self._connection: Connection | None = None
-        self._connecting = anyio.Lock(fast_acquire=True)
+        self._connecting: anyio.Lock
         self._tasks: TaskGroup | None = None
         self._attempt = 0
         self._quiet_since = 0.0
@@ -91,6 +91,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
             raise RuntimeError("this client is open already")
+        self._connecting = anyio.Lock(fast_acquire=True)
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
@@ -192,6 +193,7 @@ class AsyncClient:
         return feed
 
     async def _connected(self, seconds: float | None, *, greeted: bool = False) -> Connection:
+        self._running()
         try:
             with anyio.fail_after(seconds):
                 async with self._connecting:
@@ -212,7 +214,6 @@ class AsyncClient:
                 return connection
             if not goaway.reconnect:
                 raise Overloaded(f"the server goes away: {goaway.reason}", code="shutting_down")
-        self._running()
         transport = self._transport(self._endpoint)
         await transport.connect()
         try:

@@ -1,7 +1,8 @@
 """The same client without ``async``: its event loop runs in a thread of its own, which is one for each client."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -50,11 +51,11 @@ class Client:
 
     def stream(self, prompt: str | None = None, **options: Unpack[Options]) -> "SyncStream":
         """See `AsyncClient.stream`."""
-        return SyncStream(self._open_portal(), self._client.stream(prompt, **options))
+        return self._made(partial(self._client.stream, prompt, **options))
 
     def resume(self, stream_id: str, *, after: int = 0, timeouts: Timeouts | None = None) -> "SyncStream":
         """See `AsyncClient.resume`."""
-        return SyncStream(self._open_portal(), self._client.resume(stream_id, after=after, timeouts=timeouts))
+        return self._made(partial(self._client.resume, stream_id, after=after, timeouts=timeouts))
 
     def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Result:
         """See `AsyncClient.generate`."""
@@ -64,6 +65,10 @@ class Client:
     def ping(self) -> float:
         """See `AsyncClient.ping`."""
         return self._open_portal().call(self._client.ping)
+
+    def _made(self, make: Callable[[], TokenStream]) -> "SyncStream":
+        portal = self._open_portal()
+        return SyncStream(portal, portal.call(make))
 
     def _open_portal(self) -> BlockingPortal:
         if self._portal is None:

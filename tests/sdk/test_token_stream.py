@@ -341,7 +341,7 @@ def repeat(answer: Answer) -> None:
 
 
 def empty_delta(answer: Answer) -> None:
-    answer.delta("!", n=0)
+    answer._peer.say({"type": "delta", "id": answer.id, "seq": answer.seq, "n": 0, "text": "!"})
 
 
 def end_too_early(answer: Answer) -> None:

@@ -87,7 +87,7 @@ class MemoryTransport:
     """
 
     def __init__(
-        self, serve: Callable[[MemoryPeer], None], closed: Callable[[int], Exception] = TransportClosed
+        self, serve: Callable[[MemoryPeer], object], closed: Callable[[int], Exception] = TransportClosed
     ) -> None:
         self._serve = serve
         self._outbox, self._inbox = _Pipe(), _Pipe()
