@@ -200,12 +200,12 @@ class Connected:
 class Hub:
     """The streams of one server, and as many connections to it as a test wants."""
 
-    def __init__(self, tasks: TaskGroup, engine: Any, config: ServerConfig) -> None:
+    def __init__(self, tasks: TaskGroup, engine: Any, config: ServerConfig, connected: list[Connected]) -> None:
         self.engine = engine
         self.config = config
         self.streams = Streams(engine, config)
         self._tasks = tasks
-        self._connected: list[Connected] = []
+        self._connected = connected
         tasks.start_soon(self.streams.run)
 
     def connect(self, **options: Any) -> Connected:
@@ -214,20 +214,19 @@ class Hub:
         self._tasks.start_soon(connected.run)
         return connected
 
-    def free(self) -> None:
-        for connected in self._connected:
-            connected.client.free()
-
 
 @asynccontextmanager
 async def hub(engine: Any = None, **config: Any) -> AsyncIterator[Hub]:
-    async with anyio.create_task_group() as tasks:
-        it = Hub(tasks, engine or ScriptedEngine(), ServerConfig(**config))
-        try:
-            yield it
-        finally:
-            tasks.cancel_scope.cancel()
-    it.free()
+    connected: list[Connected] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            try:
+                yield Hub(tasks, engine or ScriptedEngine(), ServerConfig(**config), connected)
+            finally:
+                tasks.cancel_scope.cancel()
+    finally:
+        for each in connected:
+            each.client.free()
 
 
 @asynccontextmanager
