@@ -226,10 +226,11 @@ class WebSocketTransport:
                 self._torn = False
 
 
-def _reason(error: Exception) -> str:
-    """Of several addresses that were tried, what the first one said."""
-    cause = error.__cause__
-    return _reason(cause.exceptions[0]) if isinstance(cause, ExceptionGroup) else str(error) or type(error).__name__
+def _reason(error: BaseException) -> str:
+    """What the operating system said: of several addresses that were tried, for the first."""
+    if isinstance(error, ExceptionGroup):
+        return _reason(error.exceptions[0])
+    return _reason(error.__cause__) if error.__cause__ else str(error) or type(error).__name__
 
 
 def _refused(url: str, refusal: InvalidStatus) -> ConnectError:

@@ -1,5 +1,6 @@
 """Many requests on one connection, and what becomes of them when it ends."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -507,3 +508,15 @@ def test_importing_the_sdk_imports_no_engine() -> None:
     script = "import streamengine_sdk, sys; assert not {'torch', 'streamengine', 'compiled'} & sys.modules.keys()"
     env = {"PYTHONPATH": str(Path(streamengine_sdk.__file__).parent.parent)}
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60, env=env)
+
+
+def test_the_tests_of_the_sdk_need_nothing_but_the_sdk_and_their_tools() -> None:
+    tools = {"anyio", "hypothesis", "jsonschema", "msgspec", "pytest", "trio", "websockets", "streamengine_sdk"}
+    own = {"tests.sdk", "tests.schema"}
+    for path in [*Path(__file__).parent.glob("*.py"), Path(__file__).parents[1] / "schema.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                known = name.split(".")[0] in tools | sys.stdlib_module_names
+                assert known or ".".join(name.split(".")[:2]) in own, f"{path.name} imports {name}"

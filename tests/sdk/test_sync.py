@@ -25,7 +25,8 @@ def server() -> FakeServer:
 
 @pytest.fixture(params=["asyncio", "trio"])
 def client(server: FakeServer, request: pytest.FixtureRequest) -> Client:
-    return Client("http://fake", transport=server, backend=request.param)
+    # With a small window the server has soon nothing more to say, so that nothing else wakes the client.
+    return Client("http://fake", transport=server, backend=request.param, window=2)
 
 
 def expect_cancel(server: FakeServer) -> None:

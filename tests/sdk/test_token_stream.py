@@ -248,6 +248,33 @@ async def test_a_cancelled_scope_cancels_the_request(
             await expect_cancel(peer, answer)
 
 
+async def test_a_cancelled_scope_stops_a_loop_that_never_has_to_wait(
+    server: ScriptedServer, client: AsyncClient
+) -> None:
+    async with client, client.stream("hi") as stream:
+        peer, answer = await opened(server, stream)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async for _ in stream:
+                pytest.fail("an event was taken in a cancelled scope")
+        assert scope.cancelled_caught
+        await expect_cancel(peer, answer)
+
+
+async def test_an_error_that_is_raised_again_and_again_stays_short(server: ScriptedServer, client: AsyncClient) -> None:
+    async with client, client.stream("hi") as stream:
+        (await (await server.peer()).request()).error("internal")
+        depths = []
+        for _ in range(3):
+            with pytest.raises(EngineFailed) as caught:
+                await stream.result()
+            depths.append(len(caught.traceback))
+        assert depths[0] == depths[1] == depths[2]
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None
+
+
 async def test_a_deadline_around_generate_cancels_the_request(server: ScriptedServer, client: AsyncClient) -> None:
     async with client:
         with anyio.move_on_after(0.02) as scope:
