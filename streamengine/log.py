@@ -260,7 +260,7 @@ class Reader:
         begin, end = self.position, len(self._log)
         if limit:
             end = min(end, begin + limit)
-        if characters:
+        if characters and end > begin + 1:
             end = self._log._reach(begin, end, characters)
         if begin == end:
             return None

@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
-from itertools import count
 from math import inf
 
 import anyio
@@ -118,8 +117,8 @@ class Streams:
         self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
         self._by_key: dict[tuple[str, str], StreamRecord] = {}
         self._opening: dict[tuple[str, str], anyio.Event] = {}
-        self._timers: list[tuple[float, int, StreamRecord]] = []
-        self._numbers = count()
+        self._timers: list[tuple[float, str]] = []
+        """By id: an old timer may not keep a stream that was forgotten."""
         self._bell = Bell()
         self._ends: deque[float] = deque(maxlen=32)
         self._turned_away = 0
@@ -255,8 +254,9 @@ class Streams:
     def expire(self, now: float) -> None:
         """Do what is due: cancel a stream that nobody reads, forget one that has ended."""
         while self._timers and self._timers[0][0] <= now:
-            due, _, record = heappop(self._timers)
-            if record.due != due:
+            due, id = heappop(self._timers)
+            record = self._records.get(id)
+            if record is None or record.due != due:
                 continue  # a later timer counts, or somebody attached
             record.due = inf
             if record.ended_at is None:
@@ -276,7 +276,7 @@ class Streams:
 
     def _schedule(self, record: StreamRecord, due: float) -> None:
         record.due = due
-        heappush(self._timers, (due, next(self._numbers), record))
+        heappush(self._timers, (due, record.log.id))
         self._bell.set()
 
     def _trim(self, record: StreamRecord) -> None:

@@ -26,6 +26,7 @@ from math import inf
 from typing import Literal
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec import UNSET
 
@@ -298,11 +299,13 @@ class Session:
     async def _write(self) -> None:
         now = anyio.current_time()
         ends_at = inf if self._config.max_session_s is None else now + self._config.max_session_s
-        idle_at = now + self._config.idle_s
+        idle_at, silent_at, frames = now + self._config.idle_s, now, 0
         while True:
             self._bell.rearm()
-            await self._round()
+            await self._round(now)
             now = anyio.current_time()
+            if self._outbound.frames != frames:
+                frames, silent_at = self._outbound.frames, now + self._config.heartbeat_s
             if self._views:
                 idle_at = now + self._config.idle_s
             if now >= min(ends_at, idle_at):
@@ -313,25 +316,29 @@ class Session:
                 self._code = self._closing[0]
                 await self._transport.close(*self._closing)
                 return
-            if now >= self._outbound.sent_at + self._config.heartbeat_s:
-                await self._outbound.send(wire.Heartbeat(t=time.time()))
-                await self._outbound.flush()
+            if now >= silent_at:
+                self._outbound.reply(wire.Heartbeat(t=time.time()))
+                continue
             next_due = min((view.due(now) for view in self._views.values()), default=inf)
             wishes = (self._cut_at,) if self._draining else (ends_at, idle_at)
-            await self._bell.wait(next_due, self._outbound.sent_at + self._config.heartbeat_s, *wishes)
+            if next_due > now:
+                await self._bell.wait(next_due, silent_at, *wishes)
+                now = anyio.current_time()
+            else:
+                await anyio.lowlevel.checkpoint()
 
-    async def _round(self) -> None:
+    async def _round(self, now: float) -> None:
         """Every answer, and at most one message of each view, so that many streams share the socket evenly."""
         await self._outbound.send_replies()
         for view in tuple(self._views.values()):
-            if view.due(now := anyio.current_time()) <= now:
-                await self._turn(view)
+            if view.due(now) <= now:
+                await self._turn(view, now)
         await self._outbound.flush()
 
-    async def _turn(self, view: View) -> None:
+    async def _turn(self, view: View, now: float) -> None:
         await self._outbound.writable()
         # Taken only now, so that everything which came while waiting is in it.
-        message = view.take(self._streams.engine.model.name, anyio.current_time())
+        message = view.take(self._streams.engine.model.name, now)
         if message is None:
             return
         if isinstance(message, wire.Done | wire.Error):

@@ -5,9 +5,6 @@ Answers to single messages wait here, bounded; tokens never do. With ``batch`` s
 
 import secrets
 from collections import deque
-from math import inf
-
-import anyio
 
 from streamengine.bell import Bell
 from streamengine.session.transport import Transport
@@ -26,7 +23,8 @@ class Outbound:
     def __init__(self, transport: Transport, bell: Bell) -> None:
         self.batch = False
         """The client takes several messages in one frame."""
-        self.sent_at = -inf
+        self.frames = 0
+        """How many were sent."""
         self._transport = transport
         self._bell = bell
         self._room = Bell()
@@ -80,7 +78,7 @@ class Outbound:
 
     async def _give(self, text: str) -> None:
         await self._transport.send_text(text)
-        self.sent_at = anyio.current_time()
+        self.frames += 1
 
 
 def _batch(texts: list[str]) -> str:
