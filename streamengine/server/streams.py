@@ -5,7 +5,7 @@ says with `cancel` is a ``DELETE`` here. A client that goes lets its stream ling
 can come back, and ends it otherwise; ``delivery.on_disconnect`` says it differently.
 """
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -72,20 +72,18 @@ class StreamRoutes:
         generate = to_generate(message, streams.engine.model.name)
         key = None if message.key is UNSET else message.key
         as_events = "text/event-stream" in request.headers.get("accept", "")
-        shown: list[Shown] = []
 
-        async def work() -> Response:
+        async def open() -> Shown:
             record, replay = await streams.open(request.state.principal, generate, key)
-            shown.append(Shown(self._http, record, message.delivery, replay=replay, linger=as_events))
-            if as_events:
-                return self._respond(shown[0])
-            return _json(await shown[0].whole())
+            return Shown(self._http, record, message.delivery, replay=replay, linger=as_events)
 
+        shown = await unless_gone(request, open)
+        if as_events:
+            return self._respond(shown)
         try:
-            return await unless_gone(request, work)
+            return _json(await unless_gone(request, shown.whole))
         finally:
-            if not as_events and shown:
-                shown[0].close()
+            shown.close()
 
     async def events(self, request: Request) -> Response:
         record = self._find(request)
@@ -107,7 +105,7 @@ class StreamRoutes:
         """The answer comes when the stream's pages are free."""
         record = self._find(request)
         self._http.streams.cancel(record)
-        await unless_gone(request, _until_ended(record.log))
+        await unless_gone(request, partial(_until_ended, record.log))
         return _json(_state(record, self._http.streams))
 
     def _find(self, request: Request) -> StreamRecord:
@@ -244,18 +242,15 @@ def _state(record: StreamRecord, streams: Streams) -> StreamState:
     return StreamState(stream=log.id, model=model, state=state, seq=len(log), text=log.text, end=end)
 
 
-def _until_ended(log: Log) -> Callable[[], Awaitable[None]]:
-    async def wait() -> None:
-        bell = Bell()
-        log.follow(bell)
-        try:
-            while not log.ended:
-                bell.rearm()
-                await bell.wait()
-        finally:
-            log.unfollow(bell)
-
-    return wait
+async def _until_ended(log: Log) -> None:
+    bell = Bell()
+    log.follow(bell)
+    try:
+        while not log.ended:
+            bell.rearm()
+            await bell.wait()
+    finally:
+        log.unfollow(bell)
 
 
 def _joined(lists: list[Any]) -> Any:

@@ -198,6 +198,13 @@ def test_a_client_that_goes_leaves_a_stream_that_lingers_and_is_then_cancelled()
         assert (end["finish_reason"], end["cause"]) == ("cancelled", "disconnect")
 
 
+def test_where_nothing_lingers_a_stream_is_still_read_to_its_end(runner: FakeRunner) -> None:
+    with serving(engine_over(runner), linger_s=0) as served:
+        assert ask(served, "POST", "/v1/generate", ASK)[1]["text"] == ANSWER
+        with asked(served, "POST", "/v1/generate", ASK, **EVENTS) as response:
+            assert text_of(all_events(response)) == ANSWER
+
+
 @pytest.mark.parametrize("headers", [{}, EVENTS])
 def test_a_client_that_goes_ends_what_it_said_is_not_to_linger(headers: dict[str, str]) -> None:
     body = {"prompt": "hello", **({"delivery": {"on_disconnect": "cancel"}} if headers else {})}

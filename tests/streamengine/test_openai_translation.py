@@ -1,5 +1,6 @@
 """OpenAI's requests and answers as pure translations: bodies to what the engine is asked for, logs to JSON."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -192,6 +193,23 @@ def test_a_completion_field_that_cannot_be_obeyed_is_refused_by_name(fields: dic
     with pytest.raises(StreamEngineError) as refused:
         complete(**fields)
     assert (refused.value.param, refused.value.status < 500) == (param, True)
+
+
+NASTY: list[Any] = [0, -1, 1.5, 10**30, 1e308, 1e-320, "", "x", True, [], {}, [[]], [None], {"a": []}, ["x", 1], "\x00"]
+
+
+@pytest.mark.parametrize("name", ChatRequest.__struct_fields__)
+def test_no_value_of_a_chat_field_is_an_internal_error(name: str) -> None:
+    for value in NASTY:
+        with contextlib.suppress(StreamEngineError):
+            chat(**{name: value})
+
+
+@pytest.mark.parametrize("name", CompletionRequest.__struct_fields__)
+def test_no_value_of_a_completion_field_is_an_internal_error(name: str) -> None:
+    for value in NASTY:
+        with contextlib.suppress(StreamEngineError):
+            complete(**{name: value})
 
 
 def test_unknown_fields_are_dropped_where_that_is_configured_but_not_wrong_ones() -> None:
