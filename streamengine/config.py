@@ -82,17 +82,63 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and under which limits `streamengine serve` listens. Times in seconds."""
+    """Where and under which limits `streamengine serve` listens. Times in seconds, sizes in bytes.
+
+    A principal is whoever one API key stands for. Its own limits hold where there are keys; without, everybody is
+    the same and only those of the whole server hold, and those of one connection.
+
+    Args:
+        allow_origins: origins whose pages may connect or read answers, besides this server's own.
+        allow_hosts: Host headers that are answered, besides the address itself.
+        api_key_file: file of API keys, see `streamengine.server.identity`; it is read again when it changes.
+        protect_metrics: ``/metrics`` needs a key as well.
+        tls_cert: file of the certificate chain; with ``tls_key`` the server speaks TLS.
+        max_connections: WebSockets at once.
+        max_principal_connections: those of one principal.
+        max_streams: open requests on one WebSocket.
+        max_principal_streams: running requests of one principal.
+        max_message_bytes: one message, or one request body.
+        ignore_unknown_fields: OpenAI's routes drop fields that they do not know, in place of refusing them: for
+            routers in front that add their own.
+        max_header_bytes: line and headers of one request.
+        max_log_bytes: what one stream's log-probabilities may hold before those that were read are dropped.
+        max_principal_log_bytes: what all streams of one principal may hold; beyond it nothing new is taken.
+        message_rate: messages of one WebSocket per second, on average; ``message_burst`` at once.
+        retain_s: how long a stream can be attached to after its end.
+        linger_s: how long one that lost its last reader runs on, unless the reader said otherwise.
+        ack_stall_s: how long a reader may leave its window full.
+        idle_s: after so long without a request a connection is sent away.
+        max_session_s: after so long a connection is sent away in any case, and can come back.
+    """
 
     host: Annotated[str, Meta(max_length=255)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     allow_origins: tuple[str, ...] = ()
     allow_hosts: tuple[str, ...] = ()
+    api_key_file: Text | None = None
+    protect_metrics: bool = False
+    tls_cert: Text | None = None
+    tls_key: Text | None = None
     max_connections: Count = 1024
+    max_principal_connections: Count = 32
     max_streams: Count = 64
+    max_principal_streams: Count = 512
     max_message_bytes: Count = 4 * 1024 * 1024
+    ignore_unknown_fields: bool = False
+    max_header_bytes: Count = 32 * 1024
+    max_log_bytes: Count = 8 * 1024 * 1024
+    max_principal_log_bytes: Count = 64 * 1024 * 1024
+    message_rate: Annotated[float, Meta(gt=0, le=1e9)] = 50.0
+    message_burst: Count = 200
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
+    retain_s: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    linger_s: Annotated[float, Meta(ge=0, le=600)] = 15.0
+    ack_stall_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0
+    idle_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
+    max_session_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         settle(self, StartupError)
@@ -100,3 +146,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise StartupError(
                 "allow_origins must name each origin: '*' would let any page drive this server", param="allow_origins"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_cert" if self.tls_cert is None else "tls_key"
+            raise StartupError(f"{missing} is missing: TLS needs a certificate and its key", param=missing)

@@ -70,7 +70,9 @@ class Engine:
     model: ModelSpec
     kv: KVSpec
     ledger: dict[str, float]
-    """Where the memory went, in bytes. These three are there once the engine is ready."""
+    """Where the memory went, in bytes."""
+    intake: Intake
+    """Knows the model's vocabulary and limits. These four are there once the engine is ready."""
 
     def __init__(
         self,
@@ -99,7 +101,6 @@ class Engine:
         self._failure: StreamEngineError | None = None
         self._changed = anyio.Event()
         self._link: FrontLink | None = None
-        self._intake: Intake
         self._answers = Answers()
         self._preparing = 0
         self._submitted = 0
@@ -229,14 +230,14 @@ class Engine:
         submitted = anyio.current_time()
         try:
             with self._admitted():
-                prompt = await self._intake.read(generate, single=single)
+                prompt = await self.intake.read(generate, single=single)
             self._check_ready()  # it may have changed meanwhile
             self._submitted += 1
-            request = self._intake.request(self._submitted, prompt, generate, secrets.randbelow(MAX_SEED + 1))
+            request = self.intake.request(self._submitted, prompt, generate, secrets.randbelow(MAX_SEED + 1))
         except StreamEngineError as error:
             self._refused[error.code] += 1
             raise
-        choices = open_choices(request, generate.sampling, self._intake.tokenizer, submitted)
+        choices = open_choices(request, generate.sampling, self.intake.tokenizer, submitted)
         answer = Answer(request.id, choices, submitted, generate.queue_s, generate.total_s)
         self._post(Submit(request))  # first: what cannot be posted is not here either
         self._answers.add(answer)
@@ -353,7 +354,7 @@ class Engine:
         tokenizer = await anyio.to_thread.run_sync(self._load_tokenizer, ready.model.folder)
         self.model, self.kv = ready.model, ready.kv
         self.ledger = {name: value for name, value in ready.ledger.items() if name.endswith("_bytes")}
-        self._intake = Intake(self.config, ready.model, ready.kv, tokenizer)
+        self.intake = Intake(self.config, ready.model, ready.kv, tokenizer)
         self._phase, self._started, self._was_ready = "ready", True, True
         self._change()
 

@@ -4,13 +4,22 @@ StreamEngineError
 ├── RequestError                 one request is at fault; others are untouched
 │   ├── InvalidRequest           a field is missing, unknown, of the wrong type or out of range
 │   ├── ContextLengthExceeded    prompt + answer do not fit the model or the KV cache
+│   ├── InvalidJSON              a body or message that is no JSON, or one that two parsers read differently
+│   ├── MessageTooLarge
 │   ├── UnsupportedFeature       known to the protocol, not there in this engine
 │   ├── GrammarError             a schema, pattern or grammar that is broken or cannot be enforced
-│   └── ModelNotFound
+│   ├── ModelNotFound
+│   ├── Unauthorized             no key, or none that is known
+│   ├── Forbidden                the key is known and may not do this
+│   ├── StreamNotFound           never there, forgotten, or somebody else's: it is not told apart
+│   └── ResumeGap                a part of the stream is no longer kept
 ├── Unavailable                  not now; try again
 │   ├── Overloaded               the queue is full
 │   ├── QueueTimeout             waited too long
-│   └── ShuttingDown
+│   ├── ShuttingDown
+│   ├── TooManyStreams           of one connection or of one key
+│   ├── RateLimited              too many messages, connections or bytes of one key
+│   └── SlowConsumer             a reader that holds too much back; the stream is there and can be attached to
 ├── EngineFailure                the core died or a step raised
 └── StartupError                 config, model or port: the engine never became ready
 """
@@ -49,6 +58,15 @@ class InvalidRequest(RequestError):
     """``param`` is always given."""
 
 
+class InvalidJSON(RequestError):
+    code = "invalid_json"
+
+
+class MessageTooLarge(RequestError):
+    code = "message_too_large"
+    status = 413
+
+
 class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
@@ -70,6 +88,28 @@ class ModelNotFound(RequestError):
     status = 404
 
 
+class Unauthorized(RequestError):
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(RequestError):
+    code = "forbidden"
+    status = 403
+
+
+class StreamNotFound(RequestError):
+    code = "stream_not_found"
+    status = 404
+
+
+class ResumeGap(RequestError):
+    """``details["available_from"]`` is the least position that can be attached after."""
+
+    code = "resume_gap"
+    status = 410
+
+
 class Unavailable(StreamEngineError):
     code = "overloaded"
     status = 503
@@ -86,6 +126,21 @@ class QueueTimeout(Unavailable):
 
 class ShuttingDown(Unavailable):
     code = "shutting_down"
+
+
+class TooManyStreams(Unavailable):
+    code = "too_many_streams"
+    status = 429
+
+
+class RateLimited(Unavailable):
+    code = "rate_limited"
+    status = 429
+
+
+class SlowConsumer(Unavailable):
+    code = "slow_consumer"
+    status = 429
 
 
 class EngineFailure(StreamEngineError):

@@ -222,12 +222,12 @@ class Intake:
             raise UnsupportedFeature(f"{field} above 1 cannot be streamed: use generate()", param=field)
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
-        self._check_ids(tuple(params.bias_by_id), "logit_bias")
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(params.allowed_token_ids, "allowed_token_ids")
+        self.check_ids(tuple(params.bias_by_id), "logit_bias")
         for word in params.bad_words:
             if not isinstance(word, str):
-                self._check_ids(word, "bad_words")
+                self.check_ids(word, "bad_words")
 
     def _read_bad_words(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Each text as it begins a line and as it follows a space: two kinds of token in most vocabularies."""
@@ -245,7 +245,7 @@ class Intake:
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not ids:
             raise InvalidRequest("token_ids must be a list of at least one id", param="token_ids")
         self._check_room(len(ids), "token_ids")
-        return self._check_ids(ids, "token_ids")
+        return self.check_ids(ids, "token_ids")
 
     def _read_prompt(self, text: str) -> tuple[int, ...]:
         if not text:
@@ -265,7 +265,7 @@ class Intake:
         if not ids:
             raise InvalidRequest(f"{name} gives no token", param=name)
         self._check_room(len(ids), name)
-        return self._check_ids(ids, name)
+        return self.check_ids(ids, name)
 
     def _check_characters(self, characters: int, name: str) -> None:
         """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
@@ -280,7 +280,7 @@ class Intake:
                 limit=self.limit,
             )
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+    def check_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
         """Exact ints: see `checks`."""
         exact = tuple(token if type(token) is int else _exact_id(token) for token in ids)
         if exact and not 0 <= min(exact) <= max(exact) < self._vocab_size:

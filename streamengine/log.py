@@ -14,8 +14,11 @@ from typing import Protocol
 
 import msgspec
 
-from streamengine.errors import InvalidRequest, StreamEngineError
+from streamengine.errors import InvalidRequest, ResumeGap, StreamEngineError
 from streamengine.request import FinishReason
+
+ENTRY_BYTES, LOGPROB_BYTES = 100, 250
+"""About what an entry costs beside its text, and what a log-probability does with its token's text."""
 
 
 class Wake(Protocol):
@@ -86,6 +89,10 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+def _size(item: TokenLogprob) -> int:
+    return LOGPROB_BYTES * (1 + len(item.top))
+
+
 class Log:
     """One stream. Written by the engine, read by any number of `Reader`."""
 
@@ -108,6 +115,10 @@ class Log:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self.logprobs_after = 0
+        """The log-probabilities of so many entries were dropped."""
+        self.size = 0
+        """About what the entries hold in memory, in bytes."""
         self._crc32 = 0
         self._bytes = 0
         self._wakes: list[Wake] = []
@@ -129,8 +140,12 @@ class Log:
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """One for each token; empty unless asked for."""
+        """One for each token, but for the first `logprobs_after`; empty unless asked for."""
         return list(self._logprobs)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self._logprobs)
 
     @property
     def usage(self) -> Usage:
@@ -150,12 +165,21 @@ class Log:
         """Add ``(token id, text)`` entries, with a log-probability for each or none. Wakes nobody: see `wake`."""
         assert not self.ended, "an entry after the terminal"
         self._logprobs += logprobs
+        self.size += ENTRY_BYTES * len(entries) + sum(map(_size, logprobs))
         for token, text in entries:
             self._tokens.append(token)
             self._texts.append(text)
             data = text.encode()
             self._bytes += len(data)
+            self.size += len(data)
             self._crc32 = zlib.crc32(data, self._crc32)
+
+    def drop_logprobs(self, until: int) -> None:
+        """Forget the log-probabilities of the first ``until`` entries; the text stays whole."""
+        dropped = self._logprobs[: max(until - self.logprobs_after, 0)]
+        del self._logprobs[: len(dropped)]
+        self.logprobs_after += len(dropped)
+        self.size -= sum(map(_size, dropped))
 
     def end(self, outcome: Outcome) -> None:
         """The good terminal. Wakes nobody: see `wake`."""
@@ -169,7 +193,7 @@ class Log:
 
     def wake(self) -> None:
         """Tell every reader, once for all that a step has changed."""
-        for wake in self._wakes:
+        for wake in tuple(self._wakes):
             wake.set()
 
     def reader(self, wake: Wake, after: int = 0) -> "Reader":
@@ -177,22 +201,42 @@ class Log:
 
         Raises:
             InvalidRequest: ``after`` lies outside of the log.
+            ResumeGap: log-probabilities behind it were dropped.
         """
         if not 0 <= after <= len(self):
             raise InvalidRequest(f"after must be 0 to {len(self)}, not {after}", param="after")
-        self._wakes.append(wake)
+        if after < self.logprobs_after:
+            raise ResumeGap(
+                f"log-probabilities are kept after token {self.logprobs_after}, not after {after}",
+                param="after",
+                available_from=self.logprobs_after,
+            )
+        self.follow(wake)
         return Reader(self, wake, after)
 
-    def _forget(self, wake: Wake) -> None:
+    def follow(self, wake: Wake) -> None:
+        """Wake ``wake`` from now on, until `unfollow`."""
+        self._wakes.append(wake)
+
+    def unfollow(self, wake: Wake) -> None:
         self._wakes.remove(wake)
 
+    def _reach(self, begin: int, end: int, characters: int) -> int:
+        """Where a slice from ``begin`` ends that has ``characters``, or ``end`` if it comes first."""
+        for position in range(begin, end):
+            characters -= len(self._texts[position])
+            if characters <= 0:
+                return position + 1
+        return end
+
     def _slice(self, begin: int, end: int) -> TextDelta:
+        dropped = self.logprobs_after  # a reader of these is let go before they are
         return TextDelta(
             seq=end,
             n=end - begin,
             text="".join(self._texts[begin:end]),
             token_ids=tuple(self._tokens[begin:end]),
-            logprobs=tuple(self._logprobs[begin:end]),
+            logprobs=tuple(self._logprobs[max(begin - dropped, 0) : max(end - dropped, 0)]),
         )
 
 
@@ -210,11 +254,14 @@ class Reader:
         """Everything is read and the log has its terminal."""
         return self._log.ended and self.position == len(self._log)
 
-    def take(self, limit: int = 0) -> TextDelta | None:
-        """All new entries as one slice, at most ``limit`` of them unless it is 0; None if there are none."""
+    def take(self, limit: int = 0, characters: int = 0) -> TextDelta | None:
+        """All new entries as one slice; None if there are none. Where they are not 0, at most ``limit`` of them and
+        no more than one beyond so many ``characters``."""
         begin, end = self.position, len(self._log)
         if limit:
             end = min(end, begin + limit)
+        if characters and end > begin + 1:
+            end = self._log._reach(begin, end, characters)
         if begin == end:
             return None
         self.position = end
@@ -223,7 +270,7 @@ class Reader:
     def close(self) -> None:
         """Be woken no more. Safe to repeat."""
         if self._wake is not None:
-            self._log._forget(self._wake)
+            self._log.unfollow(self._wake)
             self._wake = None
 
 

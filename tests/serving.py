@@ -9,16 +9,13 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.to_thread import run_sync
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-import streamengine_sdk
 from compiled.step import Runner
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.core import run_core
@@ -27,11 +24,10 @@ from streamengine.link import CoreLink, FrontLink, Progress, link_pair
 from streamengine.server import Server
 from streamengine.server.run import OpenEngine
 from tests.fakes import ByteTokenizer, FakeRunner, fake_kv
+from tests.schema import validate
 
 PATIENCE_S = 20.0
 BuildRunner = Callable[[Callable[[Progress], None]], Runner]
-_SCHEMA = json.loads((Path(streamengine_sdk.__path__[0]) / "protocol.schema.json").read_text())
-VALIDATORS = {name: jsonschema.Draft202012Validator(rules) for name, rules in _SCHEMA["$defs"]["server"].items()}
 
 
 def roomy_runner(**more: Any) -> FakeRunner:
@@ -81,19 +77,31 @@ class Served:
         self.portal.call(self.server.stop)
 
     def get(self, path: str, **headers: str) -> tuple[int, Any, Any]:
+        return self.ask("GET", path, **headers)
+
+    def ask(self, method: str, path: str, **headers: str) -> tuple[int, Any, Any]:
         """Status, headers, body: parsed where it is JSON."""
-        request = urllib.request.Request(self.url + path, headers=headers)
+        request = urllib.request.Request(self.url + path, headers=headers, method=method)
         try:
             answer: Any = urllib.request.urlopen(request, timeout=PATIENCE_S)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:
             body = answer.read()
-            parsed = json.loads(body) if answer.headers["content-type"] == "application/json" else body
+            parsed = json.loads(body) if body and answer.headers["content-type"] == "application/json" else body
             return answer.status, answer.headers, parsed
 
     def handshake(self, *headers: str, path: str = "/v1/stream", host: str | None = None) -> tuple[int, str]:
         """Ask for a WebSocket by hand; status and head of the answer."""
+        status, head, _ = self._upgrade(*headers, path=path, host=host)
+        return status, head
+
+    def refusal(self, *headers: str) -> tuple[int, str]:
+        """The same; status and the beginning of the body."""
+        status, _, body = self._upgrade(*headers, path="/v1/stream", host=None)
+        return status, body
+
+    def _upgrade(self, *headers: str, path: str, host: str | None) -> tuple[int, str, str]:
         lines = [
             f"GET {path} HTTP/1.1",
             f"Host: {host or f'127.0.0.1:{self.port}'}",
@@ -110,11 +118,12 @@ class Served:
                 received = sock.recv(4096)
                 assert received, f"closed after {head!r}"
                 head += received
-        return int(head.split()[1]), head.partition(b"\r\n\r\n")[0].decode()
+        top, _, body = head.partition(b"\r\n\r\n")
+        return int(top.split()[1]), top.decode(), body.decode(errors="replace")
 
     @contextmanager
-    def connect(self, **options: Any) -> Iterator["Client"]:
-        url = f"ws{self.url.removeprefix('http')}/v1/stream"
+    def connect(self, query: str = "", **options: Any) -> Iterator["Client"]:
+        url = f"ws{self.url.removeprefix('http')}/v1/stream{query}"
         with connect(
             url, subprotocols=[Subprotocol("streamengine.v1")], open_timeout=PATIENCE_S, **options
         ) as connection:
@@ -124,21 +133,19 @@ class Served:
 
 
 class Client:
-    """A raw client that holds every message of the server against the schema."""
+    """A raw client that holds every message, its own too, against the schema."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.connection = connection
 
     def send(self, type: str, **fields: Any) -> None:
-        self.connection.send(json.dumps({"type": type, **fields}))
+        self.connection.send(json.dumps(validate("client", {"type": type, **fields})))
 
     def generate(self, id: str = "r1", **fields: Any) -> None:
         self.send("generate", id=id, **{"prompt": "hello", "temperature": 0, **fields})
 
     def next(self) -> dict[str, Any]:
-        message = json.loads(self.connection.recv(PATIENCE_S))
-        VALIDATORS[message["type"]].validate(message)
-        return message
+        return validate("server", str(self.connection.recv(PATIENCE_S)))
 
     def until(self, *types: str) -> list[dict[str, Any]]:
         messages = [self.next()]

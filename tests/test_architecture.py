@@ -34,7 +34,8 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "options": {"sampling"},
         "terminal": {"compose"},
         "server": {"session"},
-        "session": {"compose"},
+        "session": {"streams"},
+        "streams": {"compose"},
         "child": {"compose"},
         "compose": {"engine", "core"},
         "engine": {"answer", "intake", "stream"},
@@ -87,14 +88,20 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "weights": {"step"},
         "step": set(),
     },
-    # client → stream → connection → {feed, transport} → errors → events → wire
+    # sync → client → {connection, request, stream} → protocol → feed → output → errors → events → wire
     "streamengine_sdk": {
-        "__init__": {"client"},
-        "client": {"stream"},
-        "stream": {"connection"},
-        "connection": {"feed", "transport"},
-        "feed": {"errors"},
+        "__init__": {"sync"},
+        "testing": {"transport"},
+        "sync": {"client"},
+        "client": {"connection", "request", "stream"},
+        "connection": {"protocol", "transport"},
+        "protocol": {"feed"},
+        "stream": {"feed"},
+        "request": {"output", "settings"},
+        "feed": {"output", "settings"},
+        "output": {"errors"},
         "transport": {"errors"},
+        "settings": {"events"},
         "errors": {"events"},
         "events": {"wire"},
         "wire": {"strict_json"},
@@ -232,8 +239,9 @@ def streamengine_rules(module: Module, imported: Import, root: str) -> Iterator[
         if module.part != "compose" or not imported.in_function:
             yield f"{imported.module} is for functions of compose alone"
     if root == "streamengine_sdk":
-        if module.part not in {"session", "server"} or imported.module.split(".")[:2] != ["streamengine_sdk", "wire"]:
-            yield f"{imported.module}: only streamengine_sdk.wire, only in session and server"
+        part = imported.module.split(".")[1:2]
+        if module.part not in {"session", "server"} or part not in (["wire"], ["strict_json"]):
+            yield f"{imported.module}: only streamengine_sdk.wire and strict_json, only in session and server"
     if root in {"tokenizers", "jinja2"} and module.part != "tokenizer":
         yield f"{root} is for tokenizer alone"
 

@@ -1,7 +1,7 @@
-"""Async client for streamengine: tokens over one WebSocket, on asyncio and trio. Imports no torch."""
+"""Client for streamengine: tokens over one WebSocket, on asyncio, trio or without either. Imports no torch."""
 
 from streamengine_sdk import events
-from streamengine_sdk.client import AsyncClient, Options
+from streamengine_sdk.client import AsyncClient
 from streamengine_sdk.errors import (
     ConnectError,
     ConnectionLost,
@@ -10,20 +10,27 @@ from streamengine_sdk.errors import (
     EngineFailed,
     InvalidRequest,
     ModelNotFound,
+    OutputInvalid,
     Overloaded,
     ProtocolError,
     RateLimited,
     RequestError,
+    StreamLost,
     Timeout,
     Unauthorized,
     UnsupportedFeature,
 )
-from streamengine_sdk.events import Result
-from streamengine_sdk.stream import Timeouts, TokenStream
+from streamengine_sdk.events import Result, ToolCall, Trace
+from streamengine_sdk.request import Options
+from streamengine_sdk.settings import Backoff, Timeouts
+from streamengine_sdk.stream import TokenStream
+from streamengine_sdk.sync import Client, SyncStream
 from streamengine_sdk.transport import Endpoint, Transport, TransportClosed, WebSocketTransport
 
 __all__ = [
     "AsyncClient",
+    "Backoff",
+    "Client",
     "ConnectError",
     "ConnectionLost",
     "ContextLengthExceeded",
@@ -33,14 +40,19 @@ __all__ = [
     "InvalidRequest",
     "ModelNotFound",
     "Options",
+    "OutputInvalid",
     "Overloaded",
     "ProtocolError",
     "RateLimited",
     "RequestError",
     "Result",
+    "StreamLost",
+    "SyncStream",
     "Timeout",
     "Timeouts",
     "TokenStream",
+    "ToolCall",
+    "Trace",
     "Transport",
     "TransportClosed",
     "Unauthorized",

@@ -1,16 +1,15 @@
-"""The client: one socket, opened when it is needed, with all requests on it.
+"""The client: one socket, opened when it is needed and replaced when it is lost, with all requests on it.
 
-Owns the connection's task and the request ids. Refuses: anything about a single stream.
+Owns the connections' tasks, the request ids and when to connect again. Refuses: anything about a single stream.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import random
+from collections.abc import Callable
 from functools import partial
 from itertools import count
-from math import isfinite
-from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Self, Unpack
 
 import anyio
 import msgspec
@@ -18,52 +17,18 @@ from anyio.abc import TaskGroup
 
 from streamengine_sdk import wire
 from streamengine_sdk.connection import Connection
-from streamengine_sdk.errors import InvalidRequest, Overloaded, Timeout
-from streamengine_sdk.events import Result
+from streamengine_sdk.errors import ConnectionLost, EngineError, InvalidRequest, Overloaded, Timeout
+from streamengine_sdk.events import Result, Trace
 from streamengine_sdk.feed import Feed
-from streamengine_sdk.stream import Timeouts, TokenStream
+from streamengine_sdk.output import Output
+from streamengine_sdk.protocol import Protocol
+from streamengine_sdk.request import Options, build, check_encodable
+from streamengine_sdk.settings import Backoff, Timeouts, Tracer
+from streamengine_sdk.stream import TokenStream
 from streamengine_sdk.transport import Endpoint, Transport, WebSocketTransport
 
 BLIND_CHARACTERS = 64 * 1024
 """A longer request waits for `hello` and its limit: too large a message would end the whole connection."""
-
-
-class Options(TypedDict, total=False):
-    """What a request may say beside its prompt. ``None`` is the same as leaving it out.
-
-    ``messages`` (a chat) or ``token_ids`` take the place of the prompt. ``return_token_ids`` asks for the ids
-    of the answer in `Delta.tokens` and `Result.token_ids`, ``logprobs`` for its log-probabilities in the fields of
-    that name, with ``top_logprobs`` likeliest tokens beside each; a request of higher ``priority`` goes first;
-    ``timeouts`` replaces the client's. The others have the names and meanings of the Chat Completions API or
-    else of vLLM's sampling parameters, and the server's defaults.
-    """
-
-    messages: Sequence[Mapping[str, Any]] | None
-    token_ids: Sequence[int] | None
-    model: str | None
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int | str, float] | None
-    bad_words: Sequence[str | Sequence[int]] | None
-    allowed_token_ids: Sequence[int] | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    include_stop_str_in_output: bool | None
-    ignore_eos: bool | None
-    logprobs: bool | None
-    top_logprobs: int | None
-    priority: int | None
-    return_token_ids: bool | None
-    timeouts: Timeouts | None
 
 
 class AsyncClient:
@@ -71,12 +36,17 @@ class AsyncClient:
 
     Args:
         url: ``http(s)://`` or ``ws(s)://``; without a path it is ``/v1/stream``.
-        token: sent as ``Authorization: Bearer``.
+        token: sent as ``Authorization: Bearer``, and in `init` for where a proxy drops that.
         timeouts: for all requests that bring none.
+        reconnect: how a connection that was lost under open streams is replaced; ``None`` fails them instead.
+        window: tokens that may be under way or wait here unread, for each stream; 0 is any number.
+        coalesce_ms: the server may gather tokens for so long: fewer, larger events.
+        on_event: told of every message and connection, for tracing. Called on the event loop: it must be quick and
+            raise nothing.
         transport: makes the connection; another one than a WebSocket in tests.
 
     Raises:
-        ValueError: the URL or the token cannot be used.
+        ValueError: the URL, the token or a number cannot be used.
 
     Example::
 
@@ -88,8 +58,8 @@ class AsyncClient:
                     case events.Done(usage=usage):
                         print(f"\\n{usage.completion_tokens} tokens")
 
-    Streams share the socket. When it breaks, each open stream raises `ConnectionLost`, and the next request
-    opens another one. Leaving the ``async with`` cancels what still runs.
+    Streams share the socket. When it breaks, another is opened and each stream goes on after its last token.
+    Leaving the ``async with`` cancels what still runs.
     """
 
     def __init__(
@@ -98,19 +68,30 @@ class AsyncClient:
         *,
         token: str | None = None,
         timeouts: Timeouts | None = None,
+        reconnect: Backoff | None = Backoff(),  # noqa: B008 - frozen
+        window: int = 1024,
+        coalesce_ms: float = 0,
+        on_event: Tracer | None = None,
         transport: Callable[[Endpoint], Transport] = WebSocketTransport,
     ) -> None:
         self._endpoint = Endpoint.parse(url, token)
+        self._token = token
         self._timeouts = timeouts or Timeouts()
+        self._backoff = reconnect
+        self._delivery = msgspec.convert({"window": window, "coalesce_ms": coalesce_ms}, wire.Delivery)
+        self._trace: Tracer = on_event or (lambda _: None)
         self._transport = transport
         self._ids = count(1)
         self._connection: Connection | None = None
-        self._connecting = anyio.Lock(fast_acquire=True)
+        self._connecting: anyio.Lock
         self._tasks: TaskGroup | None = None
+        self._attempt = 0
+        self._quiet_since = 0.0
 
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
             raise RuntimeError("this client is open already")
+        self._connecting = anyio.Lock(fast_acquire=True)
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
@@ -143,16 +124,10 @@ class AsyncClient:
                         await stream.cancel()
                 result = await stream.result()
         """
-        timeouts = options.pop("timeouts", None)
-        timeouts = self._timeouts if timeouts is None else timeouts
-        if not isinstance(timeouts, Timeouts):
-            raise TypeError(f"timeouts must be Timeouts, not {type(timeouts).__name__}")
-        message = _request(f"r{next(self._ids)}", prompt, options, timeouts)
-        try:
-            text = wire.encode(message)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"the request is no JSON: {error}") from error
-        return TokenStream(partial(self._send, message, text, timeouts), timeouts)
+        timeouts = self._own_timeouts(options.get("timeouts"))
+        message, output = build(self._id(), prompt, options, timeouts, self._delivery)
+        greeted = check_encodable(message) > BLIND_CHARACTERS
+        return TokenStream(partial(self._send, message, timeouts, output, greeted=greeted))
 
     async def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Result:
         """The whole answer at once; arguments and errors are those of `stream`. Cancelling it cancels the request.
@@ -165,6 +140,29 @@ class AsyncClient:
         async with self.stream(prompt, **options) as stream:
             return await stream.result()
 
+    def resume(self, stream_id: str, *, after: int = 0, timeouts: Timeouts | None = None) -> TokenStream:
+        """Show a stream that exists, from the token after ``after`` on: one of another client or process.
+
+        Its use raises `StreamLost` where the server does not have it any more. Like every stream it is cancelled
+        when it is left early.
+
+        Args:
+            stream_id: as `TokenStream.stream_id` or `Result.stream_id` gave it.
+            after: as `TokenStream.seq` or `Result.seq` gave it; 0 brings the whole answer.
+
+        Example::
+
+            async with client.resume(stream_id, after=seq) as stream:
+                async for text in stream.text:
+                    print(text, end="")
+        """
+        fields = {"id": self._id(), "stream": stream_id, "after": after, "delivery": self._delivery}
+        try:
+            message = msgspec.convert(fields, wire.Attach)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error), param=wire.field_of(str(error))) from None
+        return TokenStream(partial(self._send, message, self._own_timeouts(timeouts)))
+
     async def ping(self) -> float:
         """Seconds of one round trip; opens the connection if there is none."""
         connection = await self._connected(self._timeouts.connect)
@@ -172,14 +170,30 @@ class AsyncClient:
         await connection.ping()
         return anyio.current_time() - sent
 
-    async def _send(self, message: wire.Generate, text: str, timeouts: Timeouts) -> tuple[Connection, Feed]:
-        connection = await self._connected(timeouts.connect, greeted=len(text) > BLIND_CHARACTERS)
-        feed = connection.open(
-            message.id, text, with_tokens=message.delivery.token_ids, with_logprobs=bool(message.logprobs)
-        )
-        return connection, feed
+    def _id(self) -> str:
+        return f"r{next(self._ids)}"
+
+    def _own_timeouts(self, given: Timeouts | None) -> Timeouts:
+        timeouts = self._timeouts if given is None else given
+        if not isinstance(timeouts, Timeouts):
+            raise TypeError(f"timeouts must be Timeouts, not {type(timeouts).__name__}")
+        return timeouts
+
+    async def _send(
+        self,
+        message: wire.Generate | wire.Attach,
+        timeouts: Timeouts,
+        output: Output | None = None,
+        *,
+        greeted: bool = False,
+    ) -> Feed:
+        connection = await self._connected(timeouts.connect, greeted=greeted)
+        feed = Feed(message, timeouts, anyio.current_time(), output)
+        connection.protocol.start(feed)
+        return feed
 
     async def _connected(self, seconds: float | None, *, greeted: bool = False) -> Connection:
+        self._running()
         try:
             with anyio.fail_after(seconds):
                 async with self._connecting:
@@ -194,12 +208,12 @@ class AsyncClient:
 
     async def _usable_connection(self) -> Connection:
         connection = self._connection
-        if connection is not None and connection.error is None:
-            if connection.goaway is None:
+        if connection is not None and connection.protocol.error is None:
+            goaway = connection.protocol.goaway
+            if goaway is None:
                 return connection
-            if not connection.goaway.reconnect:
-                raise Overloaded(f"the server goes away: {connection.goaway.reason}", code="shutting_down")
-        self._running()
+            if not goaway.reconnect:
+                raise Overloaded(f"the server goes away: {goaway.reason}", code="shutting_down")
         transport = self._transport(self._endpoint)
         await transport.connect()
         try:
@@ -207,8 +221,9 @@ class AsyncClient:
         except RuntimeError:
             await transport.close()
             raise
-        self._connection = Connection(transport)
-        tasks.start_soon(self._connection.run)
+        self._trace(Trace(kind="connected"))
+        self._connection = Connection(transport, token=self._token, trace=self._trace)
+        tasks.start_soon(self._attend, self._connection)
         return self._connection
 
     def _running(self) -> TaskGroup:
@@ -216,53 +231,37 @@ class AsyncClient:
             raise RuntimeError("the client is not open: use it in `async with`")
         return self._tasks
 
-
-def _request(id: str, prompt: str | None, options: Options, timeouts: Timeouts) -> wire.Generate:
-    unknown = options.keys() - Options.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if prompt is not None:
-        given["prompt"] = prompt
-    sources = [name for name in ("prompt", "messages", "token_ids") if name in given]
-    if len(sources) != 1:
-        text = f"give exactly one of prompt, messages and token_ids, not {' and '.join(sources) or 'none'}"
-        raise InvalidRequest(text, param=sources[-1] if sources else "prompt")
-    for name, value in given.items():
+    async def _attend(self, connection: Connection) -> None:
+        """Run it, and see to what is open when it ends."""
+        error: EngineError | None = ConnectionLost("the client was closed", retryable=False)
         try:
-            given[name] = _TRANSLATE.get(name, _exact)(value)
-        except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"{name} cannot be sent: {error}", param=name) from error
-    given["delivery"] = {"token_ids": given.pop("return_token_ids", False)}
-    if timeouts.queue is not None:
-        given["timeouts"] = {"queue_s": timeouts.queue}
-    try:
-        return msgspec.convert({"id": id, **given}, wire.Generate)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), param=wire.field_of(str(error))) from error
+            await connection.run()
+            error = await self._carry_over(connection.protocol)
+        finally:
+            if error is not None:
+                for feed in connection.protocol.release():
+                    feed.fail(copy.copy(error))
 
-
-def _exact(value: Any) -> Any:
-    """Numbers as JSON has them, whatever library they are from."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    if isinstance(value, Integral):
-        return operator.index(value)
-    if not isfinite(value):
-        raise ValueError(f"{value} is no number in JSON")
-    return float(value)
-
-
-def _ids(value: Any) -> list[int]:
-    return list(map(operator.index, value))
-
-
-_TRANSLATE: dict[str, Callable[[Any], Any]] = {
-    "token_ids": _ids,
-    "stop_token_ids": _ids,
-    "allowed_token_ids": _ids,
-    "bad_words": lambda words: [word if isinstance(word, str) else _ids(word) for word in words],
-    "logit_bias": lambda biases: {str(token): _exact(bias) for token, bias in biases.items()},
-    "messages": lambda messages: [dict(it) if isinstance(it, Mapping) else it for it in messages],
-    "stop": lambda stops: [stops] if isinstance(stops, str) else list(stops),
-}
+    async def _carry_over(self, protocol: Protocol) -> EngineError | None:
+        """Find another connection for what is open on this one, or return why there is none."""
+        error, feeds = protocol.error or ConnectionLost("the connection ended"), protocol.release()
+        if protocol.progressed or self._attempt == 0:
+            self._attempt, self._quiet_since = 0, anyio.current_time()
+        while self._backoff is not None and error.retryable and not all(feed.over for feed in feeds):
+            wait = self._backoff.delay(self._attempt, random.random())
+            if anyio.current_time() + wait > self._quiet_since + self._backoff.give_up:
+                error = ConnectionLost(f"nothing arrived for {self._backoff.give_up:g} s; at last, {error.message}")
+                break
+            self._trace(Trace(kind="lost", error=error, retry_in=wait))
+            self._attempt += 1
+            await anyio.sleep(wait)
+            try:
+                heir = await self._connected(self._timeouts.connect)
+            except EngineError as failed:
+                error = failed
+            else:
+                heir.protocol.adopt(feeds)
+                return None
+        self._trace(Trace(kind="lost", error=error))
+        self._attempt = 0
+        return error

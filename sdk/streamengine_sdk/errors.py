@@ -11,12 +11,16 @@ EngineError
 ├── EngineFailed                 the engine died or a step raised
 ├── ConnectError                 no connection came about; ``status`` is that of the HTTP answer, if there was one
 │   └── Unauthorized             the token is missing or wrong
-├── ConnectionLost               the connection ended while the answer was under way
+├── ConnectionLost               the connection ended while the answer was under way, and no other replaced it
+├── StreamLost                   the server does not have the stream (any more), or not from that token on
+├── OutputInvalid                the whole answer is not what ``output`` asked for
 ├── ProtocolError                the server broke the protocol: a gap, a repeat, a wrong checksum
 └── Timeout                      a deadline of `Timeouts` passed; ``kind`` names it
 """
 
 from typing import TYPE_CHECKING, Literal
+
+from msgspec import UNSET
 
 from streamengine_sdk import wire
 
@@ -74,7 +78,11 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
+    """``prompt_tokens`` and ``limit`` are the server's numbers, if it gave them."""
+
     code = "context_length_exceeded"
+    prompt_tokens: int | None = None
+    limit: int | None = None
 
 
 class UnsupportedFeature(RequestError):
@@ -124,6 +132,18 @@ class ConnectionLost(EngineError):
     close_code: int = 1006
 
 
+class StreamLost(EngineError):
+    """``available_from`` is the first position that `AsyncClient.resume` could still go on after."""
+
+    code = "stream_not_found"
+    status = 404
+    available_from: int | None = None
+
+
+class OutputInvalid(EngineError):
+    code = "output_invalid"
+
+
 class ProtocolError(EngineError):
     code = "protocol_error"
 
@@ -146,9 +166,9 @@ KINDS: dict[str, type[EngineError]] = {
     "unauthorized": Unauthorized,
     "forbidden": RequestError,
     "model_not_found": ModelNotFound,
-    "stream_not_found": RequestError,
+    "stream_not_found": StreamLost,
     "duplicate_id": RequestError,
-    "resume_gap": RequestError,
+    "resume_gap": StreamLost,
     "slow_consumer": RequestError,
     "too_many_streams": RateLimited,
     "rate_limited": RateLimited,
@@ -167,7 +187,7 @@ def from_wire(error: wire.Error) -> EngineError:
     """The exception for what the server said; a code that is newer than this client goes by its status."""
     kind = KINDS.get(error.code) or KINDS_BY_STATUS.get(error.status)
     kind = kind or (EngineFailed if error.status >= 500 else RequestError)
-    return kind(
+    raised = kind(
         error.message,
         code=error.code,
         status=error.status,
@@ -175,3 +195,7 @@ def from_wire(error: wire.Error) -> EngineError:
         retryable=error.retryable,
         retry_after=error.retry_after_ms / 1000 if error.retry_after_ms else None,
     )
+    for name in ("available_from", "prompt_tokens", "limit"):
+        if hasattr(raised, name) and (value := getattr(error, name)) is not UNSET:
+            setattr(raised, name, value)
+    return raised

@@ -5,45 +5,17 @@ stays open between two events.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from math import inf
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
+import jiter
 
-from streamengine_sdk.connection import Connection
-from streamengine_sdk.errors import Timeout
-from streamengine_sdk.events import Delta, Done, Event, Result
+from streamengine_sdk.events import Delta, Done, Event, Result, Value
 from streamengine_sdk.feed import Feed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Deadlines in seconds; ``None`` is none. All but ``queue`` are kept by the client and raise `Timeout`.
-
-    Args:
-        connect: until the socket is open.
-        queue: for the request to wait on the server before it is refused as `Overloaded`.
-        first_token: from sending the request.
-        between: from one token to the next; heartbeats do not count.
-        total: from sending the request to its end.
-    """
-
-    connect: float | None = 5
-    queue: float | None = None
-    first_token: float | None = 60
-    between: float | None = 30
-    total: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not (isinstance(value, int | float) and 0 < value <= 1e9):
-                raise ValueError(f"timeout {name} must be above 0 to 1e9 seconds, not {value!r}")
-
-
-Kind = Literal["first_token", "between", "total"]
-Opener = Callable[[], Awaitable[tuple[Connection, Feed]]]
+T = TypeVar("T")
 
 
 class TokenStream:
@@ -52,24 +24,22 @@ class TokenStream:
     The request is sent by the first ``async with``, iteration, `result` or `cancel`. ``break``, an exception,
     a cancelled scope, `aclose` and dropping the stream all cancel it on the server, without waiting.
     Only one task iterates; `result` and `cancel` may be called beside it, from any task.
+    A lost connection is replaced without a gap or a repeat, and without a trace in the events.
 
     Raises:
         EngineError: see `streamengine_sdk.errors`; ``partial`` holds what had arrived.
     """
 
     _feed: Feed | None = None
-    _connection: Connection | None = None
 
-    def __init__(self, open: Opener, timeouts: Timeouts) -> None:
-        """Made by `AsyncClient.stream`; ``open`` sends the request."""
+    def __init__(self, open: Callable[[], Awaitable[Feed]]) -> None:
+        """Made by the client; ``open`` sends the request."""
         self._open = open
-        self._timeouts = timeouts
         self._opening = anyio.Lock(fast_acquire=True)
         self._closed = False
-        self._cancelled = False
         self._snapshot = ""
-        self._joined = 0
-        self._read = 0
+        self._taken: list[str] = []
+        self._seq = 0
 
     @property
     def stream_id(self) -> str | None:
@@ -77,17 +47,37 @@ class TokenStream:
         return self._feed.stream_id if self._feed else None
 
     @property
+    def seq(self) -> int:
+        """The last token of all events taken so far; `AsyncClient.resume` goes on after it."""
+        return self._seq
+
+    @property
     def snapshot(self) -> str:
         """The text of all events taken so far."""
-        if self._feed is not None and self._joined < self._read:
-            self._snapshot += "".join(self._feed.texts[self._joined : self._read])
-            self._joined = self._read
+        if self._taken:
+            self._snapshot += "".join(self._taken)
+            self._taken.clear()
         return self._snapshot
 
     @property
+    def json(self) -> Any:
+        """The same as a JSON value, as far as it has come: what is open is closed. ``None`` before it begins.
+
+        Raises:
+            ValueError: the answer is no JSON.
+        """
+        text = self.snapshot.encode()
+        return jiter.from_json(text, partial_mode="trailing-strings") if text.strip() else None
+
+    @property
     def text(self) -> AsyncIterator[str]:
-        """Only the text, never empty strings."""
-        return _Text(self)
+        """Only the text of the answer, never empty strings."""
+        return _Picked(self, lambda it: it.text if isinstance(it, Delta) and it.channel == "text" and it.text else None)
+
+    @property
+    def values(self) -> AsyncIterator[tuple[str, Any]]:
+        """With ``output``: each part of the answer as soon as it is complete, under its JSON Pointer."""
+        return _Picked(self, lambda it: (it.path, it.value) if isinstance(it, Value) else None)
 
     async def result(self) -> Result:
         """Wait for the end and return the whole answer, whatever was iterated before."""
@@ -98,13 +88,14 @@ class TokenStream:
     async def cancel(self) -> Done:
         """Cancel, and wait until the server has let go of it. From any task; an iteration then ends in its `Done`."""
         feed = await self._start()
-        self._cancel()
+        feed.cancel()
         return await self._ended(feed)
 
     async def aclose(self) -> None:
         """Cancel without waiting, and end the iteration."""
         self._closed = True
-        self._cancel()
+        if self._feed is not None:
+            self._feed.cancel()
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -122,19 +113,24 @@ class TokenStream:
         if self._closed:
             raise StopAsyncIteration
         feed = await self._start()
-        self._expire(feed, "total")  # even where tokens come faster than they are taken
+        await self._checkpoint(feed)
+        feed.expire(anyio.current_time(), waiting=False)  # even where tokens come faster than they are taken
         while not feed.events:
             if feed.error is not None:
-                raise feed.error
+                raise feed.error.with_traceback(None)
             if feed.done is not None:
                 raise StopAsyncIteration
             await self._changed(feed)
-        event = feed.events.popleft()
-        self._read += isinstance(event, Delta)
+        event = feed.take(anyio.current_time())
+        if isinstance(event, Delta):
+            self._seq = event.seq
+            if event.channel == "text":
+                self._taken.append(event.text)
         return event
 
     def __del__(self) -> None:
-        self._cancel()
+        if self._feed is not None:
+            self._feed.cancel()
 
     async def _start(self) -> Feed:
         """Send the request, if that was not done yet."""
@@ -143,70 +139,56 @@ class TokenStream:
         async with self._opening:
             if self._feed is None:
                 self._require_open()
-                self._connection, self._feed = await self._open()
+                self._feed = await self._open()
+                self._seq = self._feed.seq
                 if self._closed:  # meanwhile, by another task
-                    self._cancel()
+                    self._feed.cancel()
         return self._feed
 
     def _require_open(self) -> None:
         if self._closed:
             raise anyio.ClosedResourceError
 
-    def _cancel(self) -> None:
-        if self._connection is None or self._feed is None or self._feed.over or self._cancelled:
-            return
-        self._cancelled = True
-        self._connection.cancel(self._feed.id)
-
     async def _ended(self, feed: Feed) -> Done:
-        while feed.done is None:
-            if feed.error is not None:
-                raise feed.error
-            await self._changed(feed)
-        return feed.done
+        feed.wait_for_end(anyio.current_time(), 1)
+        try:
+            while feed.done is None:
+                if feed.error is not None:
+                    raise feed.error.with_traceback(None)
+                await self._changed(feed)
+            return feed.done
+        finally:
+            feed.wait_for_end(anyio.current_time(), -1)
 
     async def _changed(self, feed: Feed) -> None:
         """Wait for what comes next; a deadline that passes ends the stream."""
-        waiting: Kind = "first_token" if feed.token_at is None else "between"
-        deadline = min(self._deadline(feed, waiting), self._deadline(feed, "total"))
+        feed.go_on()
         try:
-            with anyio.CancelScope(deadline=deadline):
+            with anyio.CancelScope(deadline=feed.deadline()[0]):
                 await feed.changed()
                 return
         except anyio.get_cancelled_exc_class():
-            self._cancel()
+            feed.cancel()
             raise
-        self._expire(feed, waiting)
-        self._expire(feed, "total")
+        feed.expire(anyio.current_time())
 
-    def _deadline(self, feed: Feed, kind: Kind) -> float:
-        seconds: float | None = getattr(self._timeouts, kind)
-        if seconds is None or (kind == "first_token" and feed.token_at is not None):
-            return inf
-        start = feed.token_at if kind == "between" else feed.started
-        return inf if start is None else start + seconds
-
-    def _expire(self, feed: Feed, kind: Kind) -> None:
-        if feed.over or anyio.current_time() < self._deadline(feed, kind):
-            return
-        self._cancel()
-        error = Timeout(f"the deadline {kind} of {getattr(self._timeouts, kind)} s passed")
-        error.kind = kind
-        feed.fail(error)
-        feed.events.clear()  # what was not taken is in the error's partial
+    async def _checkpoint(self, feed: Feed) -> None:
+        try:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        except anyio.get_cancelled_exc_class():
+            feed.cancel()
+            raise
 
 
-class _Text:
-    """The text of a stream, without the rest."""
+class _Picked(AsyncIterator[T], Generic[T]):
+    """What ``pick`` finds in the events of a stream; ``None`` is nothing."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: TokenStream, pick: Callable[[Event], T | None]) -> None:
         self._stream = stream
+        self._pick = pick
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> T:
         while True:
-            event = await anext(self._stream)
-            if isinstance(event, Delta) and event.text:
-                return event.text
+            found = self._pick(await anext(self._stream))
+            if found is not None:
+                return found

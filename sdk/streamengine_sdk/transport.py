@@ -6,8 +6,9 @@ Anything with the four methods of `Transport` can take its place, so tests need 
 
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
@@ -85,18 +86,35 @@ class Transport(Protocol):
         """Say goodbye if that is possible, in a bounded time. Raises nothing; may be called twice."""
 
 
+async def connect_socket(endpoint: Endpoint, *, ssl_context: ssl.SSLContext | None = None) -> ByteStream:
+    """A TCP connection, with TLS if the URL says so. Raises `OSError`."""
+    uri = parse_uri(endpoint.url)
+    if uri.secure:
+        return await anyio.connect_tcp(
+            uri.host, uri.port, tls=True, ssl_context=ssl_context, tls_standard_compatible=False
+        )
+    return await anyio.connect_tcp(uri.host, uri.port)
+
+
 class WebSocketTransport:
-    """The real one.
+    """The real one, over the socket that ``dial`` opens.
 
     For a private certificate authority give the client
     ``transport=lambda endpoint: WebSocketTransport(endpoint, ssl_context=context)``.
     """
 
-    def __init__(self, endpoint: Endpoint, *, ssl_context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        dial: Callable[[Endpoint], Awaitable[ByteStream]] | None = None,
+    ) -> None:
         self._endpoint = endpoint
-        self._ssl_context = ssl_context
-        self._uri = parse_uri(endpoint.url)
-        self._protocol = ClientProtocol(self._uri, subprotocols=[Subprotocol(PROTOCOL)], max_size=MAX_MESSAGE_BYTES)
+        self._dial = dial or partial(connect_socket, ssl_context=ssl_context)
+        self._protocol = ClientProtocol(
+            parse_uri(endpoint.url), subprotocols=[Subprotocol(PROTOCOL)], max_size=MAX_MESSAGE_BYTES
+        )
         self._stream: ByteStream | None = None
         self._messages: deque[str] = deque()
         self._fragments: list[bytes] = []
@@ -109,19 +127,14 @@ class WebSocketTransport:
             await self._open()
         except (OSError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
             await self._drop()
-            raise ConnectError(f"no connection to {self._endpoint.url}: {error}") from error
+            raise ConnectError(f"no connection to {self._endpoint.url}: {_reason(error)}") from None
         except BaseException:
             await self._drop()
             raise
 
     async def _open(self) -> None:
-        uri, protocol = self._uri, self._protocol
-        if uri.secure:
-            self._stream = await anyio.connect_tcp(
-                uri.host, uri.port, tls=True, ssl_context=self._ssl_context, tls_standard_compatible=False
-            )
-        else:
-            self._stream = await anyio.connect_tcp(uri.host, uri.port)
+        protocol = self._protocol
+        self._stream = await self._dial(self._endpoint)
         request = protocol.connect()
         request.headers.update(self._endpoint.headers)
         protocol.send_request(request)
@@ -132,7 +145,7 @@ class WebSocketTransport:
             raise _refused(self._endpoint.url, protocol.handshake_exc)
         if protocol.handshake_exc is not None:
             text = f"{self._endpoint.url} is no WebSocket: {protocol.handshake_exc}"
-            raise ConnectError(text) from protocol.handshake_exc
+            raise ConnectError(text) from None
 
     async def send(self, text: str) -> None:
         if self._stream is None or self._protocol.state is not State.OPEN:
@@ -140,8 +153,8 @@ class WebSocketTransport:
         self._protocol.send_text(text.encode())
         try:
             await self._flush(self._stream)
-        except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise TransportClosed(1006, "the connection broke") from error
+        except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise TransportClosed(1006, "the connection broke") from None
 
     async def receive(self) -> str:
         while not self._messages:
@@ -211,6 +224,13 @@ class WebSocketTransport:
                 self._torn = True
                 await stream.send(data)
                 self._torn = False
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said: of several addresses that were tried, for the first."""
+    if isinstance(error, ExceptionGroup):
+        return _reason(error.exceptions[0])
+    return _reason(error.__cause__) if error.__cause__ else str(error) or type(error).__name__
 
 
 def _refused(url: str, refusal: InvalidStatus) -> ConnectError:

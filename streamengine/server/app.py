@@ -1,72 +1,73 @@
-"""The routes: page, health, readiness, models, statistics, metrics, and the stream endpoint."""
+"""The routes: page, health, readiness, statistics, metrics, tickets, OpenAI's, and the stream endpoint."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import ASGIApp
 
-from streamengine.config import ServerConfig
-from streamengine.engine import Engine
-from streamengine.errors import StreamEngineError
-from streamengine.server.access import host_allowed
+from streamengine.errors import Forbidden
+from streamengine.server.gate import Gate
+from streamengine.server.http import Http
+from streamengine.server.identity import TICKET_S
 from streamengine.server.metrics import Metrics
+from streamengine.server.openai import openai_routes
 from streamengine.server.page import page_routes
 from streamengine.server.service import Service
+from streamengine.server.streams import stream_routes
 from streamengine.server.websocket import StreamEndpoint
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """All there are."""
+    http = Http(service)
+    own = _Routes(service, http)
+    return [
+        *page_routes(),
+        Route("/health", own.health),
+        Route("/ready", own.ready),
+        Route("/metrics", Metrics(service).answer),
+        *openai_routes(service),
+        *stream_routes(http),
+        http.route("/v1/stats", own.statistics, "GET"),
+        http.route("/v1/tickets", own.ticket, "POST"),
+        WebSocketRoute("/v1/stream", StreamEndpoint(service)),
+    ]
 
 
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``, whose engine may still be missing."""
-    app = Starlette(
-        routes=[
-            *page_routes(),
-            Route("/health", _health),
-            Route("/ready", _ready(service)),
-            Route("/metrics", Metrics(service).answer),
-            Route("/v1/models", _with_engine(service, _models)),
-            Route("/v1/stats", _with_engine(service, _statistics)),
-            WebSocketRoute("/v1/stream", StreamEndpoint(service)),
-        ]
+    app = Gate(Starlette(routes=routes(service)), service)
+    if not service.config.allow_origins:
+        return app
+    # Outside of the gate: a browser asks without a key whether it may send one.
+    return CORSMiddleware(
+        app,
+        allow_origins=service.config.allow_origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["authorization", "content-type", "last-event-id"],
+        expose_headers=["retry-after"],
     )
-    return HostCheck(app, service.config)
 
 
-class HostCheck:
-    """Refuses every request for a foreign name, so that no page can reach us by DNS rebinding."""
+class _Routes:
+    """Those of this file, for one server."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
-        self._config = config
+    def __init__(self, service: Service, http: Http) -> None:
+        self._service = service
+        self._http = http
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host")
-        if host_allowed(host, self._config):
-            await self._app(scope, receive, send)
-            return
-        refusal = JSONResponse({"error": f"host {host} is not allowed"}, 403)
-        if scope["type"] == "websocket":
-            await WebSocket(scope, receive, send).send_denial_response(refusal)
-        else:
-            await refusal(scope, receive, send)
+    async def health(self, request: Request) -> Response:
+        """200 as long as the event loop answers; says nothing about the engine."""
+        return JSONResponse({"status": "ok"})
 
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-async def _health(request: Request) -> Response:
-    """200 as long as the event loop answers; says nothing about the engine."""
-    return JSONResponse({"status": "ok"})
-
-
-def _ready(service: Service) -> Handler:
-    async def ready(request: Request) -> Response:
+    async def ready(self, request: Request) -> Response:
+        service = self._service
         body: dict[str, Any] = {"status": service.status}
         if service.status == "ready":
             return JSONResponse(body)
@@ -75,26 +76,15 @@ def _ready(service: Service) -> Handler:
             body |= msgspec.structs.asdict(progress)
         return JSONResponse(body, 503)
 
-    return ready
+    async def statistics(self, request: Request) -> Response:
+        """Everybody's, so for admins where there are keys."""
+        if not request.state.principal.admin:
+            raise Forbidden("statistics are for keys with admin = true")
+        streams = self._http.streams
+        numbers = {**await streams.engine.statistics(), **streams.statistics(), "ledger": streams.engine.ledger}
+        return JSONResponse(numbers)
 
-
-def _with_engine(service: Service, answer: Callable[[Engine], Awaitable[Any]]) -> Handler:
-    async def handle(request: Request) -> Response:
-        if service.engine is None or service.engine.status not in ("ready", "draining"):
-            return JSONResponse({"error": f"the engine is {service.status}"}, 503)
-        try:
-            return JSONResponse(await answer(service.engine))
-        except StreamEngineError as error:
-            return JSONResponse({"error": error.message}, error.status)
-
-    return handle
-
-
-async def _models(engine: Engine) -> Any:
-    model = engine.model
-    entry = {"id": model.name, "object": "model", "owned_by": "streamengine", "max_model_len": model.max_model_len}
-    return {"object": "list", "data": [entry]}
-
-
-async def _statistics(engine: Engine) -> Any:
-    return {**await engine.statistics(), "ledger": engine.ledger}
+    async def ticket(self, request: Request) -> Response:
+        """Stands for the caller's key in the URL of one WebSocket."""
+        ticket = self._service.tickets.issue(request.state.principal, anyio.current_time())
+        return JSONResponse({"ticket": ticket, "expires_in": TICKET_S}, headers={"cache-control": "no-store"})

@@ -8,6 +8,7 @@ sockets 503), on the second everything ends at once. The engine goes before uvic
 
 import contextlib
 import errno
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from functools import partial
 
 import anyio
 import uvicorn
+from anyio.abc import TaskGroup
 
 from streamengine import compose
 from streamengine.config import EngineConfig, ServerConfig
@@ -23,8 +25,10 @@ from streamengine.engine import Engine
 from streamengine.errors import StartupError, StreamEngineError
 from streamengine.link import Progress
 from streamengine.server.app import create_app
+from streamengine.server.identity import ENVIRONMENT, Keys
+from streamengine.server.logs import configure_logging
+from streamengine.server.protocols import StreamProtocol, http_protocol
 from streamengine.server.service import Service
-from streamengine.server.websocket import StreamProtocol
 
 BACKLOG = 2048
 PING_S = 20.0
@@ -63,7 +67,9 @@ def serve(
 
         return compose.open_engine(config, restart=restart, progress=told)
 
-    running = Server(server, open_engine, ready=ready)
+    configure_logging(server)
+    keys = Keys(server, os.environ.get(ENVIRONMENT, ""))
+    running = Server(server, open_engine, keys=keys, ready=ready)
     anyio.run(partial(running.run, signals=True), backend="asyncio", backend_options={"use_uvloop": True})
 
 
@@ -75,15 +81,26 @@ class Server:
     """
 
     def __init__(
-        self, config: ServerConfig, open_engine: OpenEngine, *, ready: Callable[[str], None] | None = None
+        self,
+        config: ServerConfig,
+        open_engine: OpenEngine,
+        *,
+        keys: Keys | None = None,
+        ready: Callable[[str], None] | None = None,
     ) -> None:
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self.service = Service(config)
+        scheme = "http" if config.tls_cert is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        self.service = Service(config, keys)
         self._open_engine = open_engine
         self._ready = ready
         self._uvicorn = _Uvicorn(_uvicorn_config(self.service))
+        try:
+            self._uvicorn.config.load()
+        except OSError as error:  # of TLS as well
+            self._socket.close()
+            raise StartupError(f"the TLS files cannot be used: {error}", param="tls_cert") from error
         self._stop = anyio.Event()
         self._engine_scope: anyio.CancelScope | None = None
 
@@ -107,7 +124,7 @@ class Server:
                 tasks.start_soon(self._stop_on_signals)
             try:
                 with anyio.CancelScope() as self._engine_scope:
-                    await self._run_engine()
+                    await self._run_engine(tasks)
             except StreamEngineError as error:
                 failure = error
             await self._uvicorn.finish()
@@ -115,9 +132,10 @@ class Server:
         if failure is not None:
             raise failure
 
-    async def _run_engine(self) -> None:
+    async def _run_engine(self, tasks: TaskGroup) -> None:
         async with self._open_engine(self._report) as engine:
-            self.service.engine = engine
+            # Not in here: whatever else is told to end at a second stop, the engine is to know first that it was.
+            tasks.start_soon(self.service.open(engine).run)
             if self._ready is not None:
                 self._ready(self.url)
             failure = await self._failed_before_stop(engine)
@@ -175,7 +193,7 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http="httptools",
+        http=http_protocol(service.config.max_header_bytes),
         ws=StreamProtocol,
         lifespan="off",
         log_config=None,
@@ -187,6 +205,8 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         ws_ping_interval=PING_S,
         ws_ping_timeout=PING_S,
         timeout_graceful_shutdown=CLOSING_S,
+        ssl_certfile=service.config.tls_cert,
+        ssl_keyfile=service.config.tls_key,
     )
 
 

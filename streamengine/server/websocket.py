@@ -1,63 +1,35 @@
-"""`/v1/stream`: uvicorn's WebSocket protocol made fit for streams, the checks before accept, the transport.
+"""`/v1/stream`: who may connect, and a session for whoever does.
 
-What uvicorn's own class does differently, and why that is changed here:
-it closes a socket in the middle of a too large message, so that the client meets a reset in place of
-close 1009; it drops a closing handshake when the server stops, which can take the last messages along;
-its buffers hide megabytes from `writable`. It has no cap on WebSockets: ours is among the checks.
+A client that is refused gets an HTTP status before the upgrade, but where it can only be a browser, which cannot read
+that: whoever brought a token as a subprotocol is told after it, by an error and a close code.
 """
 
+import base64
+import binascii
 import logging
-import socket
-from asyncio import BaseTransport
+from urllib.parse import parse_qsl
 
+import anyio
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.http11 import Request
 
-from streamengine.server.access import origin_allowed
-from streamengine.server.service import Service
+from streamengine.errors import Forbidden, InvalidRequest, Overloaded, StreamEngineError, Unauthorized, Unavailable
+from streamengine.server.access import is_loopback, origin_allowed
+from streamengine.server.gate import refusal
+from streamengine.server.identity import ANONYMOUS, Principal
+from streamengine.server.protocols import StreamProtocol
+from streamengine.server.service import Seat, Service
 from streamengine.session import Session, TransportClosed
-from streamengine_sdk.wire import PROTOCOL
+from streamengine_sdk import wire
 
-BUFFER_BYTES = 16 * 1024
-"""Unsent bytes, in the kernel and in the loop each, above which a socket is not writable."""
+AUTH = "streamengine.auth."
+"""Before a token, in base64 for URLs without padding, as a subprotocol."""
 
-CLOSE_S = 2.0
-"""How long the other side may take to answer a close, in seconds."""
+PAD = 32
+"""What deltas are padded to where others can watch the length of records."""
 
 logger = logging.getLogger(__name__)
-
-
-class StreamProtocol(WebSocketsSansIOProtocol):
-    """One socket. Relies on internals of uvicorn 0.54; `pyproject.toml` pins it."""
-
-    def connection_made(self, transport: BaseTransport) -> None:
-        super().connection_made(transport)
-        self.close_timeout = CLOSE_S
-        self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, BUFFER_BYTES)
-
-    def handle_connect(self, event: Request) -> None:
-        super().handle_connect(event)
-        if self.response.status_code == 101:
-            self.scope.setdefault("state", {})["protocol"] = self
-
-    def handle_parser_exception(self) -> None:
-        # Called again for whatever still comes in, which the parser throws away: only reading it to its
-        # end lets the close frame arrive.
-        if self.close_timer is not None or self.conn.close_sent is None:
-            return
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code})
-        self.transport.write(b"".join(self.conn.data_to_send()))
-        self.close_sent = True
-        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
-
-    def shutdown(self) -> None:
-        if self.close_timer is None:
-            super().shutdown()
 
 
 class WebSocketTransport:
@@ -88,47 +60,106 @@ class WebSocketTransport:
         await self.writable()
         # A ping timeout or a broken frame closes below ASGI, and uvicorn takes a send after that for a bug.
         if self._protocol.close_sent:
-            raise TransportClosed(1006)
+            raise TransportClosed(self._protocol.close_code)
         try:
             await self._send(message)
         except OSError as error:
-            raise TransportClosed(1006) from error
+            raise TransportClosed(self._protocol.close_code) from error
 
 
 class StreamEndpoint:
-    """The ASGI application of `/v1/stream`: refuse by HTTP status before accept, or run a session."""
+    """The ASGI application of `/v1/stream`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        config = service.config
+        self._pad = PAD if config.tls_cert is not None and not is_loopback(config.host) else 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        refusal = self._refusal(headers, scope["subprotocols"])
-        if refusal is not None:
-            status, message = refusal
-            await WebSocket(scope, receive, send).send_denial_response(JSONResponse({"error": message}, status))
+        service, offered = self._service, scope["subprotocols"]
+        try:
+            self._check(Headers(scope=scope), offered)
+            principal = self._identify(scope, offered)
+            if isinstance(principal, Principal):
+                service.check_connections(principal)
+        except StreamEngineError as error:
+            await WebSocket(scope, receive, send).send_denial_response(refusal(error))
             return
-        engine = self._service.engine
-        assert engine is not None, "ready without an engine"
-        transport = WebSocketTransport(receive, send, scope["state"]["protocol"])
-        session = Session(engine, transport, self._service.config)
-        with self._service.connection(session):
+        known = principal if isinstance(principal, Principal) else None
+        with service.connection(known) as seat:
+            transport = WebSocketTransport(receive, send, scope["state"]["protocol"])
             await receive()
-            await send({"type": "websocket.accept", "subprotocol": PROTOCOL if scope["subprotocols"] else None})
-            try:
-                await session.run()
-            except Exception:
-                logger.exception("a session failed")
-                await transport.close(1011, "internal error")
+            await send({"type": "websocket.accept", "subprotocol": wire.PROTOCOL if offered else None})
+            if isinstance(principal, Unauthorized):
+                await _turn_away(transport, principal)
+            else:
+                await self._talk(seat, transport)
 
-    def _refusal(self, headers: Headers, subprotocols: list[str]) -> tuple[int, str] | None:
+    async def _talk(self, seat: Seat, transport: WebSocketTransport) -> None:
+        streams, config = self._service.streams, self._service.config
+        assert streams is not None, "ready without streams"
+        admit = seat.admit if self._service.keys.needed else None
+        seat.session = Session(streams, transport, config, principal=seat.principal, admit=admit, pad=self._pad)
+        begun = anyio.current_time()
+        try:
+            await seat.session.run()
+        except Exception:
+            logger.exception("a session failed")
+            await transport.close(1011, "internal error")
+        finally:
+            name = None if seat.principal is None else seat.principal.name
+            facts = {"session": seat.session.id, "principal": name, "seconds": round(anyio.current_time() - begun, 3)}
+            logger.info("a connection ended", extra={"facts": facts})
+
+    def _check(self, headers: Headers, offered: list[str]) -> None:
+        """Raises what refuses anybody."""
         service = self._service
         if not origin_allowed(headers.get("origin"), headers.get("host"), service.config):
-            return 403, f"origin {headers['origin']} is not allowed"
-        if subprotocols and PROTOCOL not in subprotocols:
-            return 400, f"no known subprotocol among {', '.join(subprotocols)}: this is {PROTOCOL}"
+            raise Forbidden(f"origin {headers['origin']} is not allowed")
+        if offered and wire.PROTOCOL not in offered:
+            names = ", ".join(name for name in offered if not name.startswith(AUTH)) or "what was offered"
+            raise InvalidRequest(f"no known subprotocol in {names}: this is {wire.PROTOCOL}", param="subprotocol")
         if service.status != "ready":
-            return 503, f"the engine is {service.status}"
+            raise Unavailable(f"the engine is {service.status}")
         if service.connections >= service.config.max_connections:
-            return 503, f"{service.connections} connections are open, which is the most"
-        return None
+            raise Overloaded(f"{service.connections} connections are open, which is the most")
+
+    def _identify(self, scope: Scope, offered: list[str]) -> Principal | Unauthorized | None:
+        """Who it is; None if it has yet to say so by `init`. An error is to be told after the upgrade.
+
+        Raises:
+            Unauthorized, InvalidRequest: is to be told before it.
+        """
+        service, headers = self._service, Headers(scope=scope)
+        query = parse_qsl(scope["state"]["query"].decode("latin-1"), keep_blank_values=True)
+        for name, _ in query:
+            if name != "ticket":
+                raise InvalidRequest(f"a query may hold a ticket, no {name}: a key has no place in a URL", param=name)
+        if "authorization" in headers:
+            return service.keys.authenticate(headers)
+        for name in offered:
+            if name.startswith(AUTH) and service.keys.needed:
+                try:
+                    return service.keys.find(_token(name))
+                except Unauthorized as error:
+                    return error
+        if query:
+            return service.tickets.redeem(query[0][1], anyio.current_time())
+        return None if service.keys.needed else ANONYMOUS
+
+
+def _token(subprotocol: str) -> str:
+    encoded = subprotocol.removeprefix(AUTH)
+    try:
+        return base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise Unauthorized("the token is not encoded as base64 for URLs") from None
+
+
+async def _turn_away(transport: WebSocketTransport, error: Unauthorized) -> None:
+    message = wire.Error(code=error.code, message=error.message, status=error.status, retryable=False, fatal=True)
+    try:
+        await transport.send_text(wire.encode(message))
+        await transport.close(4401, error.code)
+    except TransportClosed:
+        pass

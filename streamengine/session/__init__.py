@@ -1,5 +1,6 @@
-"""One connection: wire messages ↔ engine calls, over a transport of four methods."""
+"""One connection: wire messages ↔ streams, over a transport of four methods."""
 
-from streamengine.session.connection import Session, Transport, TransportClosed
+from streamengine.session.connection import Session
+from streamengine.session.transport import Transport, TransportClosed
 
 __all__ = ["Session", "Transport", "TransportClosed"]

@@ -4,7 +4,7 @@ from base64 import b64encode
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from streamengine.checks import exact_integer, shown
 from streamengine.engine import Generate
@@ -21,12 +21,11 @@ NEUTRAL: dict[str, Any] = {
     "response_format": {"type": "text"},
     "tools": [],
     "tool_choice": "none",
-    "key": UNSET,
 }
-RETRY_AFTER_MS = 1000
-"""What a client is told to wait where the reason is that others came first."""
+DETAILS = ("available_from", "prompt_tokens", "limit")
+"""Numbers of an error that have a field of their own on the wire."""
 
-NEUTRAL_DELIVERY: dict[str, Any] = {"window": 0, "on_disconnect": "cancel", "linger_s": 0, "values": False, "pad": 0}
+NEUTRAL_DELIVERY: dict[str, Any] = {"values": False}
 
 
 def to_generate(message: wire.Generate, model: str) -> Generate:
@@ -99,37 +98,40 @@ def to_logprob(item: TokenLogprob) -> wire.Logprob:
     )
 
 
-def to_terminal(id: str, log: Log) -> wire.Done | wire.Error:
+def to_terminal(id: str, log: Log, delivery: wire.DeliveryStats | UnsetType = UNSET) -> wire.Done | wire.Error:
     """The last message of a log that has ended."""
     if log.outcome is None:
         assert log.error is not None, "a log that ended has a terminal"
         usage = _convert(log.error_usage, wire.Usage)
-        return to_error(log.error, id, stream=log.id, seq=len(log), usage=usage)
+        return to_error(log.error, id=id, stream=log.id, seq=len(log), usage=usage)
     outcome = log.outcome
     assert outcome.finish_reason != "error", "an error is a terminal of its own"
     size, crc32 = log.check
     return wire.Done(
         id=id,
         seq=len(log) + 1,
+        stream=log.id,
         finish_reason=outcome.finish_reason,
         usage=_convert(outcome.usage, wire.Usage),
         check=wire.Check(bytes=size, crc32=crc32),
         timing=_to_timing(outcome.timing),
         cause=_or_unset(outcome.cause),
         stop_sequence=_or_unset(outcome.stop_sequence),
+        delivery=delivery,
     )
 
 
-def to_error(error: StreamEngineError, id: str, **more: Any) -> wire.Error:
-    """The terminal of request ``id``."""
+def to_error(error: StreamEngineError, *, retry_after_ms: int | None = None, **more: Any) -> wire.Error:
+    """``more`` says what it is about: the ``id`` that it is the terminal of, a ``ref``, or that it is ``fatal``."""
+    numbers: dict[str, Any] = {name: error.details[name] for name in DETAILS if name in error.details}
     return wire.Error(
         code=error.code,
         message=error.message,
         status=error.status,
         retryable=error.retryable,
-        retry_after_ms=RETRY_AFTER_MS if error.status in (429, 503) else UNSET,
+        retry_after_ms=_or_unset(retry_after_ms),
         param=_or_unset(error.param),
-        id=id,
+        **numbers,
         **more,
     )
 

@@ -1,22 +1,24 @@
 """One request id of a connection: how much of its stream the client has been shown.
 
-Gives in this order: `Accepted`; `Progress` until there is text; `Delta`s without a gap; one terminal.
+Gives in this order: `Accepted`; `Progress` until there is text; `Delta`s without a gap; one terminal. Of a stream
+with a ``window`` it takes no more than so many tokens beyond what was acknowledged; the rest waits in the log.
 No I/O and no clock: time comes in as an argument.
 """
 
 import time
 from math import inf
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from streamengine.engine import Engine
-from streamengine.errors import StreamEngineError
-from streamengine.log import Log, Reader
+from streamengine.errors import SlowConsumer, StreamEngineError
+from streamengine.log import Log
 from streamengine.session.translate import to_error, to_logprob, to_progress, to_terminal
+from streamengine.streams import Attachment
 from streamengine_sdk import wire
 
+PIECE_CHARACTERS = 8 * 1024
 PIECE_TOKENS = 512
-"""Tokens in one delta at most: about 16 KiB at 32 bytes a token, far above the average."""
+"""Of text and of tokens in one delta at most: about 16 KiB, far above the average."""
 
 PIECE_LOGPROBS = 32
 """The same with log-probabilities, of which there may be 21 for each."""
@@ -24,95 +26,133 @@ PIECE_LOGPROBS = 32
 PROGRESS_S = 0.25
 """No two `Progress` of one request are closer than this, in seconds."""
 
+Terminal = wire.Done | wire.Error
+
 
 class View:
-    """A reader of one log with the client's wishes on delivery; takes at most ``piece`` tokens at once."""
+    """A reader of one stream with the client's wishes on delivery. Silent until `attach` or `refuse`."""
 
-    def __init__(self, id: str, delivery: wire.Delivery, heartbeat_s: float, piece: int) -> None:
+    def __init__(self, id: str, delivery: wire.Delivery, heartbeat_s: float, ack_stall_s: float) -> None:
         self.id = id
-        self._piece = piece
-        self._delivery = delivery
+        self.delivery = delivery
+        self.attachment: Attachment | None = None
+        self.cause: str | None = None
+        """Why the client, or its going, has ended the request."""
         self._heartbeat_s = heartbeat_s
-        self._log: Log | None = None
-        self._reader: Reader | None = None
-        self._refusal: StreamEngineError | None = None
-        self._cause: str | None = None
+        self._ack_stall_s = ack_stall_s
+        self._refusal: wire.Error | None = None
+        self._replay: bool | UnsetType = UNSET
         self._accepted = False
         self._progress: wire.Progress | None = None
         self._progress_at = -inf
         self._delta_at = -inf
         self._shown = 0
+        self._frames = self._max_lag = 0
         self._held: list[int] = []
         self._held_logprobs: list[wire.Logprob] = []
+        self._blocked_since: float | None = None
 
-    def attach(self, engine: Engine, log: Log, reader: Reader) -> None:
-        """The engine took the request; a cancel that came before that is carried out now."""
-        self._log, self._reader = log, reader
-        if self._cause is not None:
-            engine.abort(log, self._cause)
+    def attach(self, attachment: Attachment, *, replay: bool = False) -> None:
+        """The stream is there; shown from where the attachment stands."""
+        self.attachment = attachment
+        self._shown = attachment.acked
+        self._replay = replay or UNSET
 
-    def refuse(self, error: StreamEngineError) -> None:
-        """The engine did not take the request."""
-        self._refusal = error
+    def refuse(self, error: StreamEngineError, retry_after_ms: int | None = None) -> None:
+        """There will be no stream."""
+        self._refusal = to_error(error, retry_after_ms=retry_after_ms, id=self.id)
 
-    def cancel(self, engine: Engine, cause: str) -> None:
-        """Ask for the end; `Done` follows when the engine has let go. A repeat changes nothing."""
-        if self._cause is None:
-            self._cause = cause
-            if self._log is not None:
-                engine.abort(self._log, cause)
+    def ack(self, seq: int) -> bool:
+        """The client has consumed up to ``seq``; False if it acknowledges nothing new or what it was not sent."""
+        if self.attachment is None or not self.attachment.acked < seq <= self._shown:
+            return False
+        if self.delivery.window:
+            self.attachment.acked = seq
+            self._blocked_since = None
+        return True
 
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-
-    def due(self) -> float:
-        """When `take` is worth calling: ``-inf`` is now, ``inf`` not before the log or `attach` says so."""
-        if self._log is None or self._reader is None:
-            return inf if self._refusal is None else -inf
-        if not self._accepted or self._log.ended:
+    def due(self, now: float) -> float:
+        """When `take` is worth calling: ``-inf`` is now, ``inf`` not before the log, `ack` or `attach` says so."""
+        if self._refusal is not None:
             return -inf
-        if len(self._log) > self._reader.position:
-            return self._flush_at(len(self._log) - self._shown)
-        if len(self._log):
+        if self.attachment is None:
             return inf
-        changed = self._progress != to_progress(self.id, self._log)
-        return self._progress_at + (PROGRESS_S if changed else self._heartbeat_s)
-
-    def _flush_at(self, waiting: int) -> float:
-        tokens, ms = self._delivery.coalesce_tokens, self._delivery.coalesce_ms
-        if self._shown == 0 or waiting >= tokens > 1 or (tokens == 1 and ms == 0):
+        log, position = self.attachment.record.log, self.attachment.reader.position
+        if self.attachment.lapsed or not self._accepted:
             return -inf
-        return self._delta_at + ms / 1000 if ms else inf
+        if len(log) > position and position >= self._limit():
+            if self._blocked_since is None:
+                self._blocked_since = now
+            return self._blocked_since + self._ack_stall_s
+        if log.ended:
+            return -inf
+        if len(log) > position:
+            return self._flush_at(len(log))
+        if len(log):
+            return inf
+        changed = self._progress != to_progress(self.id, log)
+        return self._progress_at + (PROGRESS_S if changed else self._heartbeat_s)
 
     def take(self, model: str, now: float) -> wire.ServerMessage | None:
         """The next message, if there is one."""
-        if self._log is None or self._reader is None:
-            return None if self._refusal is None else to_error(self._refusal, self.id)
+        if self.attachment is None or self._refusal is not None:
+            return self._refusal
+        log = self.attachment.record.log
+        if self.attachment.lapsed or (self._blocked_since or now) + self._ack_stall_s <= now:
+            return self._slow(log)
         if not self._accepted:
             self._accepted = True
-            return wire.Accepted(id=self.id, stream=self._log.id, after=0, model=model, created=time.time())
-        if delta := self._take_delta(self._reader, now):
+            return wire.Accepted(
+                id=self.id, stream=log.id, after=self._shown, model=model, created=time.time(), replay=self._replay
+            )
+        if delta := self._take_delta(self.attachment, now):
             return delta
-        if self._reader.ended:
-            return to_terminal(self.id, self._log)
-        if len(self._log):
+        if self.attachment.reader.ended:
+            attaches = self.attachment.record.attaches
+            stats = wire.DeliveryStats(frames=self._frames, max_lag=self._max_lag, attaches=attaches)
+            return to_terminal(self.id, log, stats)
+        if len(log):
             return None
-        self._progress, self._progress_at = to_progress(self.id, self._log), now
+        self._progress, self._progress_at = to_progress(self.id, log), now
         return self._progress
 
-    def _take_delta(self, reader: Reader, now: float) -> wire.Delta | None:
-        """Tokens that complete no text ride with the next that do, unless the client wants the ids."""
-        text = ""
-        if new := reader.take(self._piece):
+    def _limit(self) -> float:
+        """The last token that may be taken now."""
+        window = self.delivery.window
+        return self.attachment.acked + window if window and self.attachment else inf
+
+    def _flush_at(self, end: int) -> float:
+        tokens, ms = self.delivery.coalesce_tokens, self.delivery.coalesce_ms
+        waiting = end - self._shown
+        if not self._frames or waiting >= tokens > 1 or (tokens == 1 and ms == 0) or end >= self._limit():
+            return -inf
+        return self._delta_at + ms / 1000 if ms else inf
+
+    def _take_delta(self, attachment: Attachment, now: float) -> wire.Delta | None:
+        """Tokens that complete no text ride with the next that do, unless the client wants the ids or nothing more
+        may follow before it acknowledges them."""
+        text, reader, log = "", attachment.reader, attachment.record.log
+        self._max_lag = max(self._max_lag, len(log) - self._shown)
+        piece = PIECE_LOGPROBS if log.has_logprobs else PIECE_TOKENS
+        room = min(piece, self._limit() - reader.position)
+        if room > 0 and (new := reader.take(int(room), PIECE_CHARACTERS)):
             text = new.text
             self._held += new.token_ids
             self._held_logprobs += map(to_logprob, new.logprobs)
-        if not self._held or not (text or reader.ended or self._delivery.token_ids):
+        last = reader.ended or reader.position >= self._limit()
+        if not self._held or not (text or last or self.delivery.token_ids):
             return None
         tokens, self._held = self._held, []
         logprobs, self._held_logprobs = self._held_logprobs, []
         self._shown += len(tokens)
+        self._frames += 1
         self._delta_at = now
-        ids = tokens if self._delivery.token_ids else UNSET
+        if not self.delivery.window:
+            attachment.acked = self._shown
+        ids = tokens if self.delivery.token_ids else UNSET
         return wire.Delta(id=self.id, seq=self._shown, n=len(tokens), text=text, tokens=ids, logprobs=logprobs or UNSET)
+
+    def _slow(self, log: Log) -> wire.Error:
+        text = f"nothing was acknowledged for {self._ack_stall_s} s, or too much is held back; attach to go on"
+        error = SlowConsumer(text, retry_after_ms=0)
+        return to_error(error, retry_after_ms=0, id=self.id, stream=log.id, seq=self._shown)

@@ -45,6 +45,10 @@ class Answer:
         self._peer = peer
         self._data = b""
 
+    def move(self, peer: "Peer") -> None:
+        """The stream goes on on another connection."""
+        self._peer = peer
+
     def accept(self) -> "Answer":
         self._peer.say(wire.Accepted(id=self.id, stream=f"st_{self.id:0>22}", after=0))
         return self
@@ -79,6 +83,7 @@ class Peer:
     def __init__(self) -> None:
         self.sent = Mailbox()
         self.received = Mailbox()
+        self.init: wire.Init | None = None
         self.closed = False
 
     def say(self, message: wire.ServerMessage | dict[str, Any] | str) -> None:
@@ -90,9 +95,14 @@ class Peer:
         self.sent.put(TransportClosed(code, reason))
 
     async def heard(self) -> wire.ClientMessage:
-        """The next message of the client, read as strictly as a server reads."""
+        """The next message of the client after `init`, read as strictly as a server reads."""
         with anyio.fail_after(PATIENCE_S):
-            return wire.decode_client(await self.received.get())
+            message = wire.decode_client(await self.received.get())
+        if isinstance(message, wire.Init):
+            assert self.init is None
+            self.init = message
+            return await self.heard()
+        return message
 
     async def request(self) -> Answer:
         message = await self.heard()
@@ -109,11 +119,14 @@ class MemoryTransport:
 
     async def connect(self) -> None:
         await self._server.connectable.wait()
+        if self._server.refusals:
+            raise self._server.refusals.pop(0)
         if self._server.refusal is not None:
             raise self._server.refusal
         if self._server.hello is not None:
             self._peer.say(self._server.hello)
         self._server.peers.put(self._peer)
+        self._server.connected.append(self._peer)
 
     async def send(self, text: str) -> None:
         await anyio.lowlevel.checkpoint()
@@ -133,9 +146,12 @@ class ScriptedServer:
     """Give ``transport=server`` to a client; `peer` is its next connection."""
 
     def __init__(self, *, heartbeat_s: float = 15, max_message_bytes: int = 4 * 1024 * 1024) -> None:
-        limits = wire.Limits(max_message_bytes=max_message_bytes, max_streams=64, heartbeat_s=heartbeat_s)
-        self.hello: wire.Hello | None = wire.Hello(protocol=wire.PROTOCOL, epoch="e1", auth="none", limits=limits)
+        self._limits = wire.Limits(max_message_bytes=max_message_bytes, max_streams=64, heartbeat_s=heartbeat_s)
+        self.hello: wire.Hello | None = None
+        self.set_epoch("e1")
         self.refusal: Exception | None = None
+        self.refusals: list[Exception] = []
+        self.connected: list[Peer] = []
         self.connectable = anyio.Event()
         self.connectable.set()
         self.endpoints: list[Endpoint] = []
@@ -144,6 +160,13 @@ class ScriptedServer:
     def __call__(self, endpoint: Endpoint) -> MemoryTransport:
         self.endpoints.append(endpoint)
         return MemoryTransport(self)
+
+    def set_epoch(self, epoch: str, auth: str = "none") -> None:
+        self.hello = wire.Hello(protocol=wire.PROTOCOL, epoch=epoch, auth=auth, limits=self._limits)
+
+    def drop_all(self) -> None:
+        for peer in self.connected:
+            peer.drop()
 
     async def peer(self) -> Peer:
         with anyio.fail_after(PATIENCE_S):

@@ -33,7 +33,7 @@ def server() -> ScriptedServer:
 
 @pytest.fixture
 def client(server: ScriptedServer) -> AsyncClient:
-    return AsyncClient("http://scripted", transport=server)
+    return AsyncClient("http://scripted", transport=server, reconnect=None)
 
 
 async def opened(server: ScriptedServer, stream: TokenStream) -> tuple[Peer, Answer]:
@@ -81,6 +81,7 @@ async def test_the_result_holds_everything_about_the_answer(server: ScriptedServ
         answer.done("stop", stop_sequence="!", timing=wire.Timing(ttft_ms=5.0))
         assert await stream.result() == Result(
             text="Hello world",
+            seq=3,
             token_ids=(7, 8, 9),
             usage=wire.Usage(prompt_tokens=3, completion_tokens=3, total_tokens=6),
             timing=wire.Timing(ttft_ms=5.0),
@@ -247,6 +248,33 @@ async def test_a_cancelled_scope_cancels_the_request(
             await expect_cancel(peer, answer)
 
 
+async def test_a_cancelled_scope_stops_a_loop_that_never_has_to_wait(
+    server: ScriptedServer, client: AsyncClient
+) -> None:
+    async with client, client.stream("hi") as stream:
+        peer, answer = await opened(server, stream)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async for _ in stream:
+                pytest.fail("an event was taken in a cancelled scope")
+        assert scope.cancelled_caught
+        await expect_cancel(peer, answer)
+
+
+async def test_an_error_that_is_raised_again_and_again_stays_short(server: ScriptedServer, client: AsyncClient) -> None:
+    async with client, client.stream("hi") as stream:
+        (await (await server.peer()).request()).error("internal")
+        depths = []
+        for _ in range(3):
+            with pytest.raises(EngineFailed) as caught:
+                await stream.result()
+            depths.append(len(caught.traceback))
+        assert depths[0] == depths[1] == depths[2]
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None
+
+
 async def test_a_deadline_around_generate_cancels_the_request(server: ScriptedServer, client: AsyncClient) -> None:
     async with client:
         with anyio.move_on_after(0.02) as scope:
@@ -340,7 +368,7 @@ def repeat(answer: Answer) -> None:
 
 
 def empty_delta(answer: Answer) -> None:
-    answer.delta("!", n=0)
+    answer._peer.say({"type": "delta", "id": answer.id, "seq": answer.seq, "n": 0, "text": "!"})
 
 
 def end_too_early(answer: Answer) -> None:
@@ -446,7 +474,7 @@ async def test_a_lost_connection_is_raised_after_what_had_arrived(server: Script
         with pytest.raises(ConnectionLost, match="1012 restart") as caught:
             await anext(stream)
         assert caught.value.close_code == 1012
-        assert caught.value.partial == Result(text="Hello world", stream_id="st_00000000000000000000r1")
+        assert caught.value.partial == Result(text="Hello world", seq=2, stream_id="st_00000000000000000000r1")
         with pytest.raises(ConnectionLost):
             await stream.result()
         with pytest.raises(ConnectionLost):
@@ -460,7 +488,7 @@ async def test_an_error_carries_usage_and_text_so_far(server: ScriptedServer, cl
         answer.error("engine_error", usage=usage, seq=2)
         with pytest.raises(EngineFailed, match="it is engine_error") as caught:
             await stream.result()
-        assert caught.value.partial == Result(text="Hello world", usage=usage, stream_id=stream.stream_id)
+        assert caught.value.partial == Result(text="Hello world", seq=2, usage=usage, stream_id=stream.stream_id)
 
 
 async def test_a_refused_message_ends_the_request_that_it_asked_for(

@@ -3,7 +3,6 @@
 import json
 import time
 from contextlib import suppress
-from importlib import resources
 from typing import Any, get_args
 
 import jsonschema
@@ -14,11 +13,18 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from streamengine_sdk import wire
+from tests.schema import SCHEMA, validate
 
-SCHEMA = json.loads((resources.files("streamengine_sdk") / "protocol.schema.json").read_text())
+STREAM = "st_3Qw9xV7cR1tYb2nM"
 USAGE = wire.Usage(prompt_tokens=9, completion_tokens=7, total_tokens=16, cached_tokens=4)
 
 CLIENT_MESSAGES: list[wire.ClientMessage] = [
+    wire.Init(),
+    wire.Init(token="s3cret", client="test/1", batch=True),
+    wire.Attach(id="r1", stream=STREAM, after=0),
+    wire.Attach(id="r1", stream=STREAM, after=5, delivery=wire.Delivery(coalesce_ms=25, window=256)),
+    wire.Ack(id="r1", seq=0),
+    wire.Ack(id="r1", seq=512),
     wire.Generate(id="r1", prompt="hi"),
     wire.Generate(id="r1", token_ids=[1, 2], delivery=wire.Delivery(token_ids=True)),
     wire.Generate(
@@ -65,14 +71,30 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
         protocol=wire.PROTOCOL,
         epoch="9f3a",
         auth="ok",
-        limits=wire.Limits(max_message_bytes=4194304, max_streams=64, heartbeat_s=15, max_queue=512),
+        limits=wire.Limits(
+            max_message_bytes=4194304,
+            max_streams=64,
+            heartbeat_s=15,
+            max_queue=512,
+            max_log_bytes=8388608,
+            max_principal_log_bytes=67108864,
+            max_connections=32,
+            max_attachments=4,
+            max_linger_s=600,
+            max_session_s=86400,
+            retain_s=60,
+            ack_stall_s=60,
+            idle_s=600,
+            messages_per_s=50,
+            message_burst=200,
+        ),
         session="s",
         server={"name": "streamengine", "version": "0.1.0"},
         models=["m"],
         features=["coalesce"],
     ),
-    wire.Accepted(id="r1", stream="st_3Qw9xV7cR1tYb2nM", after=0),
-    wire.Accepted(id="r1", stream="st_3Qw9xV7cR1tYb2nM", after=5, model="m", created=1.5, replay=True),
+    wire.Accepted(id="r1", stream=STREAM, after=0),
+    wire.Accepted(id="r1", stream=STREAM, after=5, model="m", created=1.5, replay=True),
     wire.Progress(id="r1", phase="queued", queue_position=3),
     wire.Progress(id="r1", phase="prefill", prompt_tokens=9, prefilled_tokens=4, cached_tokens=0),
     wire.Delta(id="r1", seq=1, text="Hello"),
@@ -83,6 +105,12 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
         logprobs=[wire.Logprob(token=5, text="H", logprob=-0.5, top=[wire.Logprob(token=6, b64="4oI=", logprob=-1)])],
     ),
     wire.Delta(id="r1", seq=5, n=4, text=" there, how are", channel="reasoning", tokens=[1, 2, 3, 4]),
+    wire.Delta(
+        id="r1", seq=6, text='{"city', channel="tool", call=wire.Call(index=0, id="c1", name="weather"), pad="xx"
+    ),
+    wire.Delta(id="r1", seq=7, text='":', channel="tool", call=wire.Call(index=0)),
+    wire.Value(id="r1", seq=7, path="/city", value=["Rome", None, {"pop": 2.8}]),
+    wire.Value(id="r1", seq=7, path="", value=None),
     wire.Done(id="r1", seq=8, finish_reason="stop", usage=USAGE, check=wire.Check(bytes=25, crc32=1960080510)),
     wire.Done(
         id="r1",
@@ -90,6 +118,8 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
         finish_reason="cancelled",
         usage=USAGE,
         check=wire.Check(bytes=0, crc32=0),
+        stream=STREAM,
+        delivery=wire.DeliveryStats(frames=7, max_lag=3, attaches=2),
         cause="client",
         stop_sequence="END",
         timing=wire.Timing(total_ms=9, ttft_ms=3, itl_ms=wire.InterToken(p50=1, p99=2, max=3), tokens_per_s=20),
@@ -102,22 +132,22 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
         retryable=True,
         retry_after_ms=5,
         id="r1",
-        stream="st_3Qw9xV7cR1tYb2nM",
+        stream=STREAM,
         seq=4,
         usage=USAGE,
         fatal=False,
     ),
+    wire.Error(code="resume_gap", message="no", status=410, retryable=False, id="r1", available_from=12),
+    wire.Error(
+        code="context_length_exceeded", message="no", status=400, retryable=False, id="r1", prompt_tokens=9, limit=8
+    ),
+    wire.Batch(events=[wire.Delta(id="r1", seq=1, text="a"), wire.Delta(id="r2", seq=1, text="b"), wire.Heartbeat()]),
     wire.GoAway(reason="shutdown", deadline_ms=30000, reconnect=True),
     wire.Heartbeat(),
     wire.Heartbeat(t=1.5),
     wire.Pong(t=1.5),
     wire.Pong(t=1.5, server_t=2.5),
 ]
-
-
-def validate(side: str, text: str) -> None:
-    message = json.loads(text)
-    jsonschema.Draft202012Validator(SCHEMA["$defs"][side][message["type"]]).validate(message)
 
 
 @pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda message: type(message).__name__)
@@ -187,7 +217,18 @@ PROMPT = '{"type":"generate","id":"r1","prompt":"hi"'
         ('{"type":"generate","id":"a\\n","prompt":"hi"}', "invalid_message", "id", None, "a\n"),
         ('{"type":"cancel","id":"r1","why":"so"}', "invalid_message", "why", None, "r1"),
         ('{"type":"ping","t":"now"}', "invalid_message", "t", None, None),
-        ('{"type":"attach","id":"r1","stream":"st_1","after":0}', "unknown_type", "type", None, "r1"),
+        ('{"type":"attach","id":"r1","stream":"st_1","after":0}', "invalid_request", "stream", "r1", None),
+        ('{"type":"attach","id":"r1","stream":"st_0123456789abcdef"}', "invalid_request", "after", "r1", None),
+        (
+            '{"type":"attach","id":"r1","stream":"st_0123456789abcdef\\n","after":0}',
+            "invalid_request",
+            "stream",
+            "r1",
+            None,
+        ),
+        ('{"type":"attach","id":"a b","stream":"st_0123456789abcdef","after":0}', "invalid_message", "id", None, "a b"),
+        ('{"type":"ack","id":"r1","seq":-1}', "invalid_message", "seq", None, "r1"),
+        ('{"type":"init","key":"12345678"}', "invalid_message", "key", None, None),
         ('{"type":"delta","id":"r1","seq":1,"text":"x"}', "unknown_type", "type", None, "r1"),
         ('{"type":"generate","id":"r1"}', "invalid_request", "prompt", "r1", None),
         (PROMPT + ',"token_ids":[1]}', "invalid_request", "token_ids", "r1", None),
@@ -259,6 +300,42 @@ def test_a_client_reads_unknown_types_and_fields_but_no_broken_ones() -> None:
             wire.decode_server(text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("progress", "phase"),
+        ("delta", "channel"),
+        ("done", "finish_reason"),
+        ("done", "cause"),
+        ("error", "code"),
+        ("goaway", "reason"),
+        ("hello", "auth"),
+    ],
+)
+def test_a_word_from_a_newer_server_is_handed_on(kind: str, field: str) -> None:
+    texts = [text for text in map(wire.encode, SERVER_MESSAGES) if json.loads(text)["type"] == kind]
+    assert texts
+    for text in texts:
+        assert getattr(wire.decode_server(json.dumps(json.loads(text) | {field: "invented_later"})), field) == (
+            "invented_later"
+        )
+
+
+def test_a_batch_is_read_without_what_the_client_does_not_know() -> None:
+    one, two = wire.Delta(id="r1", seq=1, text="a"), wire.Pong(t=1)
+    events = [{"type": "weather"}, json.loads(wire.encode(one)) | {"mood": 1}, json.loads(wire.encode(two))]
+    assert wire.decode_server(json.dumps({"type": "batch", "events": events})) == wire.Batch(events=[one, two])
+    wrong: list[Any] = [[{"type": "batch", "events": []}], [{"type": "pong"}], [5], [{}], {}, [{"type": "weather"}, {}]]
+    for bad in wrong:
+        with pytest.raises(wire.BadMessage):
+            wire.decode_server(json.dumps({"type": "batch", "events": bad}))
+
+
+def test_messages_in_a_batch_are_held_against_the_schema_too() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        validate("server", {"type": "batch", "events": [{"type": "delta", "id": "r1", "seq": 0, "text": ""}]})
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -284,7 +361,7 @@ def test_a_frame_is_a_message_or_a_bad_message_whatever_is_in_it(text: str, chan
         validate("server", wire.encode(bad.error))
     else:
         assert not {"nonsense"} & changes.keys()
-        assert wire.decode_client(wire.encode(message)) == message
+        assert wire.decode_client(msgspec.json.encode(message).decode()) == message
 
 
 @given(st.text())

@@ -386,7 +386,7 @@ async def test_more_answers_than_run_at_once_or_fit_the_cache_are_refused() -> N
 
 async def test_log_probabilities_of_a_long_prompt_are_limited_by_their_bytes() -> None:
     async with opened() as it:
-        intake = it.engine._intake
+        intake = it.engine.intake
         intake.limit = 100_000
         with pytest.raises(InvalidRequest, match="need 42000000 bytes, at most 33554432") as caught:
             await it.engine.generate(token_ids=[1] * 10_000, sampling=SamplingParams(prompt_logprobs=20))

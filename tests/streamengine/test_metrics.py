@@ -114,7 +114,9 @@ def engine():
 
 
 def metrics_of(engine: Any) -> Metrics:
-    return Metrics(Service(ServerConfig(), engine))
+    service = Service(ServerConfig())
+    service.open(engine)
+    return Metrics(service)
 
 
 @pytest.fixture

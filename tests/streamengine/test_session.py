@@ -1,191 +1,28 @@
 """One connection against an engine whose every token is placed by the test, on both event loops."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from math import inf
 from typing import Any
 from zlib import crc32
 
 import anyio
 import pytest
 
-from streamengine.config import ServerConfig
 from streamengine.errors import ContextLengthExceeded, EngineFailure, Overloaded
-from streamengine.log import Log, Outcome, Timing, TokenLogprob
-from streamengine.session import Session, TransportClosed
-from tests.fakes import fake_model
-from tests.serving import VALIDATORS
+from streamengine.log import TokenLogprob
+from tests.sessions import PATIENCE_S, Message, connect, end, say
 
 pytestmark = pytest.mark.anyio
-
-PATIENCE_S = 5.0
-Message = dict[str, Any]
-
-
-class ScriptedEngine:
-    """Takes every request; what its streams say and when is up to the test."""
-
-    epoch = "e1"
-    model = fake_model()
-
-    def __init__(self) -> None:
-        self.logs: list[Log] = []
-        self.generates: list[Any] = []
-        self.aborts: list[tuple[Log, str]] = []
-        self.refusal: Exception | None = None
-        self.submitting = anyio.Event()
-        self.may_submit = anyio.Event()
-        self.may_submit.set()
-
-    async def submit(self, generate: Any) -> Log:
-        self.submitting.set()
-        await self.may_submit.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        self.generates.append(generate)
-        self.logs.append(Log(f"st_{len(self.logs):016}", prompt_tokens=7))
-        return self.logs[-1]
-
-    def abort(self, log: Log, cause: str) -> None:
-        self.aborts.append((log, cause))
-
-
-def say(log: Log, text: str) -> None:
-    """One token a character."""
-    log.started = True
-    log.append([(ord(character), character) for character in text])
-    log.wake()
-
-
-def end(log: Log, reason: Any = "stop", cause: str | None = None) -> None:
-    log.end(Outcome(finish_reason=reason, usage=log.usage, timing=Timing(total_ms=1.0), cause=cause))
-    log.wake()
-
-
-class MemoryTransport:
-    """Both ends of a connection: the session's four methods, and a client's."""
-
-    def __init__(self) -> None:
-        self._to_server, self._server = anyio.create_memory_object_stream[str | bytes](inf)
-        self._to_client, self._client = anyio.create_memory_object_stream[Message](inf)
-        self._open = anyio.Event()
-        self._open.set()
-        self.waiting = anyio.Event()
-        self.closed: tuple[int, str] | None = None
-        self.broken = False
-
-    async def send_text(self, text: str) -> None:
-        await self._open.wait()
-        if self.broken:
-            raise TransportClosed(1006)
-        await self._to_client.send(json.loads(text))
-
-    async def receive(self) -> str | bytes:
-        try:
-            return await self._server.receive()
-        except anyio.EndOfStream:
-            raise TransportClosed(1006) from None
-
-    async def close(self, code: int, reason: str) -> None:
-        self.closed = (code, reason)
-
-    async def writable(self) -> None:
-        if not self._open.is_set():
-            self.waiting.set()
-        await self._open.wait()
-
-    # the client's side
-
-    def block(self) -> None:
-        self._open = anyio.Event()
-        self.waiting = anyio.Event()
-
-    def unblock(self) -> None:
-        self._open.set()
-
-    def send(self, type: str, **fields: Any) -> None:
-        self.send_raw(json.dumps({"type": type, **fields}))
-
-    def send_raw(self, frame: str | bytes) -> None:
-        self._to_server.send_nowait(frame)
-
-    def generate(self, id: str, **fields: Any) -> None:
-        self.send("generate", id=id, **{"prompt": "hello", **fields})
-
-    async def next(self, *skipping: str) -> Message:
-        while True:
-            with anyio.fail_after(PATIENCE_S):
-                message = await self._client.receive()
-            VALIDATORS[message["type"]].validate(message)
-            if message["type"] not in skipping:
-                return message
-
-    async def until(self, type: str, id: str) -> list[Message]:
-        """Everything up to the message of this type, of this request only."""
-        found: list[Message] = []
-        while not found or found[-1]["type"] != type:
-            message = await self.next()
-            if message.get("id") == id:
-                found.append(message)
-        return found
-
-    def unread(self) -> int:
-        return self._client.statistics().current_buffer_used
-
-    def disconnect(self) -> None:
-        self._to_server.close()
-
-    def free(self) -> None:
-        for stream in (self._to_server, self._server, self._to_client, self._client):
-            stream.close()
-
-
-class Connected:
-    def __init__(self, config: ServerConfig) -> None:
-        self.engine = ScriptedEngine()
-        self.client = MemoryTransport()
-        self.session = Session(self.engine, self.client, config)  # type: ignore[arg-type]
-        self.ended = anyio.Event()
-
-    async def run(self) -> None:
-        await self.session.run()
-        self.ended.set()
-
-    async def started(self, id: str = "r1", **fields: Any) -> Log:
-        """A request that was accepted and whose first progress has been read."""
-        self.client.generate(id, **fields)
-        while (await self.client.next()).get("type") != "progress":
-            pass
-        return self.engine.logs[-1]
-
-    async def closed(self) -> int:
-        with anyio.fail_after(PATIENCE_S):
-            await self.ended.wait()
-        assert self.client.closed is not None
-        return self.client.closed[0]
-
-
-@asynccontextmanager
-async def connect(**config: Any) -> AsyncIterator[Connected]:
-    connected = Connected(ServerConfig(**config))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(connected.run)
-        try:
-            yield connected
-        finally:
-            tasks.cancel_scope.cancel()
-    connected.client.free()
 
 
 async def test_the_first_message_says_what_the_server_is_and_allows() -> None:
     async with connect(max_streams=3) as it:
         hello = await it.client.next()
         assert (hello["type"], hello["protocol"], hello["epoch"], hello["models"]) == (
-            "hello", "streamengine.v1", "e1", ["fake"]
+            "hello", "streamengine.v1", it.hub.streams.epoch, ["fake"]
         )  # fmt: skip
-        assert hello["limits"] == {"max_message_bytes": 4 * 1024 * 1024, "max_streams": 3, "heartbeat_s": 15.0}
-        assert "resume" not in hello["features"]
+        limits = {"max_message_bytes": 4 * 1024 * 1024, "max_streams": 3, "heartbeat_s": 15.0, "retain_s": 60.0}
+        assert limits.items() <= hello["limits"].items()
+        assert {"attach", "ack", "batch", "key"} <= set(hello["features"])
         assert hello["server"].keys() == {"name", "version"}
 
 
@@ -383,7 +220,7 @@ async def test_a_duplicate_id_is_refused_and_the_running_request_goes_on() -> No
     async with connect() as it:
         log = await it.started()
         it.client.generate("r1")
-        it.client.generate("r1", max_tokens="many")
+        it.client.generate_badly("r1", max_tokens="many")
         for _ in range(2):
             error = await it.client.next()
             assert (error["code"], error["ref"], error["status"]) == ("duplicate_id", "r1", 409)
@@ -411,11 +248,7 @@ async def test_one_request_too_many_is_refused_and_room_is_there_again_after_a_t
         ("response_format", {"type": "json_object"}),
         ("tools", [{}]),
         ("tool_choice", "auto"),
-        ("key", "12345678"),
-        ("delivery.window", 5),
-        ("delivery.linger_s", 5),
         ("delivery.values", True),
-        ("delivery.pad", 32),
     ],
 )
 async def test_what_the_engine_cannot_do_is_refused_by_name(field: str, value: Any) -> None:
@@ -466,7 +299,7 @@ async def test_asking_for_what_happens_anyway_is_no_fault() -> None:
 async def test_a_bad_request_ends_with_an_error_that_names_the_field(fields: Message, code: str, param: str) -> None:
     async with connect() as it:
         await it.client.next()
-        it.client.generate("r1", **fields)
+        it.client.generate_badly("r1", **fields)
         error = await it.client.next()
         assert (error["code"], error["param"], error["id"]) == (code, param, "r1")
         await it.started("r1")
@@ -508,9 +341,7 @@ async def test_the_third_frame_that_is_no_json_closes_the_connection() -> None:
         (b"\x00", "invalid_message", None),
         ("[]", "invalid_message", None),
         ('{"type": "fly", "id": "x"}', "unknown_type", "x"),
-        ('{"type": "attach", "id": "x", "stream": "st_0", "after": 0}', "unsupported_feature", "x"),
-        ('{"type": "ack", "id": "x", "seq": 1}', "unsupported_feature", "x"),
-        ('{"type": "init"}', "unsupported_feature", None),
+        ('{"type": "init"}', "invalid_message", None),
         ('{"type": "cancel"}', "invalid_message", None),
     ],
 )
@@ -570,19 +401,16 @@ async def test_a_failure_of_the_engine_ends_the_stream_with_what_was_used() -> N
         assert error["usage"]["completion_tokens"] == 3
 
 
-async def test_a_disconnect_aborts_everything_that_was_open() -> None:
+async def test_a_normal_close_aborts_everything_that_was_open() -> None:
     async with connect() as it:
         logs = [await it.started("a"), await it.started("b")]
-        it.client.disconnect()
-        with anyio.fail_after(PATIENCE_S):
-            await it.ended.wait()
+        await it.left(1000)
         assert it.engine.aborts == [(log, "disconnect") for log in logs]
-        assert all(not log._wakes for log in logs)
 
 
 async def test_a_writer_that_fails_first_does_not_skip_the_abort() -> None:
     async with connect() as it:
-        log = await it.started()
+        log = await it.started(delivery={"on_disconnect": "cancel"})
         it.client.broken = True
         say(log, "a")
         with anyio.fail_after(PATIENCE_S):
@@ -625,7 +453,7 @@ async def test_a_waiting_request_hears_progress_on_change_and_every_heartbeat_bu
 
 
 async def test_a_client_that_never_reads_its_answers_is_no_longer_read() -> None:
-    async with connect() as it:
+    async with connect(message_burst=2000) as it:
         await it.client.next()
         await it.started()
         it.client.block()
@@ -685,7 +513,7 @@ async def test_an_answer_to_a_bad_message_is_short_however_long_that_was() -> No
             {"delivery": {long: 1}},
             {"n": long},
         ):
-            it.client.generate("r1", **fields)
+            it.client.generate_badly("r1", **fields)
             message = await it.client.next()
             assert (message["type"], len(json.dumps(message)) < 700) == ("error", True), message
 

@@ -1,0 +1,136 @@
+"""From OpenAI's words to the engine's: a request body → what the engine is asked for. Pure."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from streamengine.checks import check_text, exact_integer, shown
+from streamengine.engine import Generate
+from streamengine.errors import InvalidRequest, ModelNotFound, UnsupportedFeature
+from streamengine.sampling import MAX_LOGPROBS, SamplingParams
+from streamengine.server.openai.requests import Body, ChatRequest, CompletionRequest, TokenizeRequest
+from streamengine.tokenizer import Tokenizer, read_messages
+
+MAX_PROMPTS = 128
+"""Of one call."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, of ``/v1/completions``; a chat's answer may be as long as the context."""
+
+SAME = (set(SamplingParams.__struct_fields__) & set(Body.__struct_fields__)) - {"stop"}
+"""They have one name and one meaning on both sides."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "store": (False,),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "suffix": ("",),
+}
+"""Fields that are known and that this engine cannot obey, with the values that ask for what happens anyway.
+What guided decoding brings is taken off here and put into `_sampling`."""
+
+
+def check_model(asked: str | None, model: str) -> None:
+    if asked is not None and asked != model:
+        raise ModelNotFound(f"model {shown(asked)} is not served here, only {model!r}", param="model")
+
+
+def check_body(body: Body, model: str) -> None:
+    """What can be told from a body alone.
+
+    Raises:
+        ModelNotFound: another model is asked for.
+        UnsupportedFeature, InvalidRequest: by field.
+    """
+    check_model(body.model, model)
+    _check_neutral(body)
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream", param="stream_options")
+    if options is not None and options.include_obfuscation not in (None, False):
+        name = "stream_options.include_obfuscation"
+        raise UnsupportedFeature(f"{name} is not supported by this engine", param=name)
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedFeature("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+
+
+def chat_generate(body: ChatRequest) -> Generate:
+    """What a chat asks for. Raises `RequestError` by field."""
+    tokens, newer = body.max_tokens, body.max_completion_tokens
+    if tokens is not None and newer is not None and tokens != newer:
+        text = f"max_tokens {tokens} and max_completion_tokens {newer} are two names of one number"
+        raise InvalidRequest(text, param="max_completion_tokens")
+    top = body.top_logprobs or 0
+    exact_integer("top_logprobs", top, 0, MAX_LOGPROBS)
+    if top and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
+    sampling = _sampling(body, max_tokens=tokens if newer is None else newer, logprobs=top if body.logprobs else None)
+    return Generate(messages=tuple(body.messages), sampling=sampling, priority=body.priority or 0)
+
+
+def completion_generates(body: CompletionRequest) -> list[Generate]:
+    """What a completion asks for: one for each prompt. Raises `RequestError` by field."""
+    tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.stream and body.best_of is not None and body.best_of != (body.n or 1):
+        raise UnsupportedFeature("best_of cannot be streamed: which are best is known at the end", param="best_of")
+    more = {} if body.best_of is None else {"best_of": body.best_of}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        more["prompt_logprobs"] = body.logprobs
+    sampling = _sampling(body, max_tokens=tokens, logprobs=body.logprobs, **more)
+    common: dict[str, Any] = {"sampling": sampling, "priority": body.priority or 0}
+    return [Generate(**prompt, **common) for prompt in _prompts(body.prompt)]
+
+
+def tokenizing(body: TokenizeRequest, tokenizer: Tokenizer) -> Callable[[], list[int]]:
+    """What gives the ids, and may take seconds. A text gets the vocabulary's special tokens unless it is not to.
+
+    Raises:
+        RequestError: by field; the call as well.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
+    _check_neutral(body)
+    if body.prompt is not None:
+        prompt = check_text(body.prompt, "prompt")
+        return partial(tokenizer.encode if body.add_special_tokens in (None, True) else tokenizer.encode_part, prompt)
+    if body.add_special_tokens:
+        raise UnsupportedFeature("add_special_tokens: the template writes them", param="add_special_tokens")
+    messages = read_messages(body.messages)
+    return partial(tokenizer.chat, messages)
+
+
+def _check_neutral(body: msgspec.Struct) -> None:
+    for name, accepted in NEUTRAL.items():
+        given = getattr(body, name, None)
+        if given is not None and given not in accepted:
+            raise UnsupportedFeature(f"{name} {shown(given)} is not supported by this engine", param=name)
+
+
+def _sampling(body: Body, **more: Any) -> SamplingParams:
+    given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
+    return SamplingParams(**{**given, "stop": tuple(stop), **more})
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) != 1:
+        found = "an empty list" if not prompt else "a mixed one"
+        raise InvalidRequest(f"prompt must be a list of texts, of ids or of lists of ids, not {found}", param="prompt")
+    if kinds == {int}:
+        return [{"token_ids": msgspec.convert(prompt, tuple[int, ...])}]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS}", param="prompt")
+    name = "prompt" if kinds == {str} else "token_ids"
+    return [{name: msgspec.convert(item, str | tuple[int, ...])} for item in prompt]

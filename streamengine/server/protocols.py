@@ -1,0 +1,145 @@
+"""uvicorn's two protocol classes, made fit: bounds on what a request may send before anybody looks at it, and
+WebSockets that drain.
+
+What uvicorn's own classes do differently, and why that is changed here: no bound on headers, nor on how long a
+client takes to send them; a socket is closed in the middle of a too large message, so that the client meets a reset
+in place of close 1009; a closing handshake is dropped when the server stops, which can take the last messages along;
+buffers hide megabytes from `writable`; query strings, where a ticket may be, are logged. There is no cap on
+WebSockets: ours is among the checks before the upgrade. Relies on internals of uvicorn 0.54; `pyproject.toml` pins it.
+"""
+
+import asyncio
+import socket
+from asyncio import BaseTransport
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
+
+BUFFER_BYTES = 16 * 1024
+"""Unsent bytes, in the kernel and in the loop each, above which a socket is not writable."""
+
+CLOSE_S = 2.0
+"""How long the other side may take to answer a close, in seconds."""
+
+HEAD_S = 10.0
+"""How long a client may take to send the line and headers of a request, in seconds."""
+
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection, until it is upgraded. At most ``head_bytes`` of line and headers."""
+
+    def __init__(self, *args: Any, head_bytes: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most = head_bytes
+        self._head = self._received = 0
+        self._in_head = True
+        self.access_log = False  # its lines hold queries
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        _bound_buffers(transport)
+        self._timer = self.loop.call_later(HEAD_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._received += len(data)
+        super().data_received(data)
+        # A line that never ends is no header yet.
+        if self._in_head and self._received > self._most and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head, self._received = True, 0, 0
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_S, self.transport.close)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._head += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value)
+        if self._head > self._most:
+            raise ValueError("too large")  # ends the parser, which ends in `send_400_response`
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head > self._most:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse(self) -> None:
+        self.transport.write(TOO_LARGE)
+        self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class StreamProtocol(WebSocketsSansIOProtocol):
+    """One WebSocket."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn.debug = False  # it would log headers and messages
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = CLOSE_S
+        _bound_buffers(transport)
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            state = self.scope.setdefault("state", {})
+            state["protocol"] = self
+            state["query"], self.scope["query_string"] = self.scope["query_string"], b""
+
+    def handle_parser_exception(self) -> None:
+        # Called again for whatever still comes in, which the parser throws away: only reading it to its
+        # end lets the close frame arrive.
+        if self.close_timer is not None or self.conn.close_sent is None:
+            return
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+
+    def shutdown(self) -> None:
+        if self.close_timer is None:
+            super().shutdown()
+
+    @property
+    def close_code(self) -> int:
+        """What the client closed with; 1006 if it did not say."""
+        received = self.conn.close_rcvd
+        return 1006 if received is None else received.code
+
+
+def http_protocol(head_bytes: int) -> Any:
+    """`HttpProtocol` with its bound, as uvicorn takes it."""
+    return partial(HttpProtocol, head_bytes=head_bytes)
+
+
+def _bound_buffers(transport: Any) -> None:
+    transport.set_write_buffer_limits(high=BUFFER_BYTES)
+    transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, BUFFER_BYTES)
