@@ -36,6 +36,11 @@ GAUGES = {
     "prefix_pages": ("prefix_cache_pages", "Pages whose prefix can be found."),
     "engine_open": ("streams_open", "Requests that are not ended."),
 }
+STREAMS = {
+    "streams_kept": "Streams that can be attached to.",
+    "streams_attached": "Streams that somebody reads.",
+    "stream_log_bytes": "What their logs hold, about.",
+}
 COUNTERS = {
     "prefix_queries": ("prefix_cache_query_tokens", "Prompt tokens that were looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hit_tokens", "Prompt tokens that were found in the prefix cache."),
@@ -107,6 +112,9 @@ class Metrics:
         ready = service.status == "ready"
         yield GaugeMetricFamily("streamengine_ready", "Whether requests are taken.", value=ready)
         yield GaugeMetricFamily("streamengine_connections", "Open WebSockets.", value=service.connections)
+        if service.streams is not None:
+            for key, value in service.streams.statistics().items():
+                yield GaugeMetricFamily(f"streamengine_{key}", STREAMS[key], value=value)
         if service.engine is not None:
             model = service.engine.model
             facts = {"name": model.name, "architecture": model.architecture, "dtype": model.dtype}

@@ -8,6 +8,7 @@ sockets 503), on the second everything ends at once. The engine goes before uvic
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Engine
 from streamengine.errors import StartupError, StreamEngineError
 from streamengine.link import Progress
+from streamengine.server.access import is_loopback
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
 from streamengine.server.logs import configure_logging
@@ -34,6 +36,8 @@ BACKLOG = 2048
 PING_S = 20.0
 CLOSING_S = 3
 """After the drain: how long uvicorn waits for closing handshakes before it cuts, in whole seconds."""
+
+logger = logging.getLogger(__name__)
 
 OpenEngine = Callable[[Callable[[Progress], None]], AbstractAsyncContextManager[Engine]]
 """Gives an engine that reports its start-up to the argument and is ready once entered."""
@@ -69,6 +73,8 @@ def serve(
 
     configure_logging(server)
     keys = Keys(server, os.environ.get(ENVIRONMENT, ""))
+    if not (keys.needed or is_loopback(server.host)):
+        logger.warning("anybody who reaches %s may use this server: there are no API keys", server.host)
     running = Server(server, open_engine, keys=keys, ready=ready)
     anyio.run(partial(running.run, signals=True), backend="asyncio", backend_options={"use_uvloop": True})
 

@@ -173,6 +173,7 @@ def test_without_a_core_totals_stay_and_nothing_runs(engine, metrics):
 
 def test_a_server_that_still_starts_has_metrics_already():
     assert value(Metrics(Service(ServerConfig())), "ready") == 0
+    assert value(metrics_of(Restarted()), "streams_kept") == 0
 
 
 def test_an_error_in_here_is_one_failed_scrape(engine, metrics):

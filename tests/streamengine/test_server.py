@@ -1,9 +1,11 @@
 """The server from outside: raw HTTP and WebSocket clients against a real socket, an engine over a fake runner."""
 
+import contextlib
 import http.client
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from streamengine.config import ServerConfig
 from streamengine.core import MAX_FAILED_STEPS
 from streamengine.errors import EngineFailure, StartupError
 from streamengine.link import Progress
-from streamengine.server import Server
+from streamengine.server import Server, protocols
 from streamengine.server import run as server_run
 from tests.fakes import FakeRunner
 from tests.serving import PATIENCE_S, Client, Served, engine_over, eventually, roomy_runner, serving, text_of
@@ -91,6 +93,56 @@ def test_a_disconnect_frees_the_slot(served: Served, runner: FakeRunner) -> None
     eventually(lambda: statistic(served, "engine_open") == 0)
     eventually(lambda: statistic(served, "engine_ended_cancelled") == 2)
     assert statistic(served, "kv_pages_used") == 0
+
+
+def reset(client: Client) -> None:
+    """End the connection without a closing handshake; what is unread then is answered by a reset."""
+    client.connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_after_a_reset_another_connection_takes_the_stream_up(served: Served, runner: FakeRunner) -> None:
+    runner.answer = slowly(0.002)
+    with contextlib.suppress(ConnectionClosed), served.connect() as first:
+        first.generate(max_tokens=150)
+        before = first.until("delta")
+        reset(first)
+    accepted, (delta,) = before[0], before[-1:]
+    with served.connect() as second:
+        second.send("attach", id="again", stream=accepted["stream"], after=delta["seq"])
+        after = second.until("done", "error")
+        assert len(text_of([delta, *after])) == 150
+        assert after[-1]["delivery"]["attaches"] == 2
+
+
+def test_after_a_reset_a_stream_lingers_and_then_its_slot_is_free(runner: FakeRunner) -> None:
+    runner.answer = slowly(0.02)
+    with serving(engine_over(runner), linger_s=0.2) as served:
+        with contextlib.suppress(ConnectionClosed), served.connect() as client:
+            client.generate(max_tokens=200)
+            client.until("delta")
+            reset(client)
+        assert statistic(served, "engine_open") == 1
+        eventually(lambda: statistic(served, "engine_ended_cancelled") == 1)
+        assert statistic(served, "kv_pages_used") == 0
+
+
+def test_a_client_that_never_reads_costs_a_few_buffers(served: Served) -> None:
+    with socket.socket() as small:
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", served.port))
+        with served.connect(sock=small, max_queue=1) as slow:
+            for number in range(60):
+                slow.generate(f"r{number}", max_tokens=200, delivery={"token_ids": True, "pad": 256})
+            eventually(lambda: statistic(served, "engine_ended_length") == 60)
+            connections = served.server._uvicorn.server_state.connections
+            transports = [each.transport for each in connections if isinstance(each, protocols.StreamProtocol)]
+            assert transports
+            sizes = [served.portal.call(transport.get_write_buffer_size) for transport in transports]
+            assert max(sizes) < 3 * protocols.BUFFER_BYTES
+            for transport in transports:
+                sock = transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == protocols.BUFFER_BYTES
 
 
 def statistic(served: Served, name: str) -> float:
