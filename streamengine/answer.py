@@ -54,7 +54,7 @@ class Choice:
     def apply(self, delta: Delta, now: float, queue_s: float | None) -> None:
         """What one step did. The log has ended afterwards if ``delta`` has a finish or completes a stop string."""
         finish = delta.finish
-        self.stopwatch.tokens(len(delta.tokens), now)
+        self.stopwatch.tokens(len(delta.tokens), now, delta.forced)
         assert len(delta.logprobs) in (0, len(delta.tokens)), "a token without a log-probability"
         self._logprobs += self.spell(delta.logprobs)
         self.log.beam_score = delta.beam_score
@@ -125,9 +125,10 @@ class Choice:
 def open_choices(request: Request, params: SamplingParams, tokenizer: Tokenizer, submitted: float) -> list[Choice]:
     """One for each answer that ``request`` draws, with an empty log."""
     keeps_stop = params.include_stop_str_in_output
+    json = request.grammar is not None and request.grammar.kind == "json_schema"
     return [
         Choice(
-            Log("st_" + secrets.token_urlsafe(16), len(request.prompt)),
+            Log("st_" + secrets.token_urlsafe(16), len(request.prompt), json=json),
             Detokenizer(
                 tokenizer.decode,
                 request.prompt,

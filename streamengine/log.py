@@ -51,6 +51,16 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms: float | None = None
     itl_p99_ms: float | None = None
     itl_max_ms: float | None = None
+    forced_tokens: int = 0
+    """Not a time: answer tokens that a grammar left no choice about, so that no step was spent on choosing them."""
+
+
+class Guided(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a schema that was not ``strict``: ``warnings`` say what of it was not enforced, ``valid`` whether
+    the answer keeps to it all the same; None where that could not be told."""
+
+    valid: bool | None
+    warnings: tuple[str, ...] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +72,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing
     cause: str | None = None
     stop_sequence: str | None = None
+    guided: Guided | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +107,11 @@ def _size(item: TokenLogprob) -> int:
 class Log:
     """One stream. Written by the engine, read by any number of `Reader`."""
 
-    def __init__(self, id: str, prompt_tokens: int = 0) -> None:
+    def __init__(self, id: str, prompt_tokens: int = 0, *, json: bool = False) -> None:
         self.id = id
         self.prompt_tokens = prompt_tokens
+        self.json = json
+        """Its text is JSON, or the beginning of it: a grammar sees to that."""
         self.computed = 0
         """Prompt tokens whose KV is there; `started` says whether any step has run."""
         self.started = False
@@ -133,6 +146,10 @@ class Log:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    def text_until(self, position: int) -> str:
+        """Of the first ``position`` entries."""
+        return "".join(self._texts[:position])
 
     @property
     def token_ids(self) -> list[int]:
@@ -286,7 +303,7 @@ class Stopwatch:
         self._queued: float | None = None
         self._first: float | None = None
         self._last = submitted
-        self._count = 0
+        self._count = self._forced = 0
         self._longest = 0.0
         self._buckets: Counter[int] = Counter()
 
@@ -294,8 +311,9 @@ class Stopwatch:
         """The first step ran ``queued`` seconds after the core took the request."""
         self._queued = queued
 
-    def tokens(self, count: int, now: float) -> None:
-        """``count`` answer tokens came at ``now``."""
+    def tokens(self, count: int, now: float, forced: int = 0) -> None:
+        """``count`` answer tokens came at ``now``, ``forced`` of them without a choice."""
+        self._forced += forced
         if count == 0:
             return
         if self._first is None:
@@ -324,6 +342,7 @@ class Stopwatch:
             itl_p50_ms=self._percentile(0.50) * 1000 if gaps else None,
             itl_p99_ms=self._percentile(0.99) * 1000 if gaps else None,
             itl_max_ms=self._longest * 1000 if gaps else None,
+            forced_tokens=self._forced,
         )
 
     def gaps(self) -> list[tuple[float, int]]:

@@ -14,6 +14,10 @@ _QUOTE = re.compile(r'["\\]')
 _AFTER_SCALAR = re.compile(r"[\s,\]}]")
 
 
+MAX_DEPTH = 60
+"""Values are told of documents that are nested no deeper. Those who read JSON may count levels, or recurse."""
+
+
 class Value(NamedTuple):
     """``path`` is a JSON Pointer (RFC 6901)."""
 
@@ -29,7 +33,8 @@ class _Open(NamedTuple):
 
 
 class ValueTracker:
-    """Feed it the whole text in order. What follows a complete document is ignored."""
+    """Feed it the whole text in order. What follows a complete document is ignored. Where the text is no JSON, too
+    deep, or holds a number that Python has not, nothing is told from there on."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -42,7 +47,7 @@ class ValueTracker:
         self._done = False
 
     def feed(self, text: str) -> list[Value]:
-        """Values that ``text`` completes. ValueError where the text is no JSON: nothing can be told from there on."""
+        """Values that ``text`` completes."""
         self._text = self._text[self._at :] + text
         self._looked -= self._at
         self._at = 0
@@ -54,11 +59,20 @@ class ValueTracker:
 
     def _read(self, *, last: bool) -> list[Value]:
         found: list[Value] = []
+        try:
+            self._read_into(found, last=last)
+        except ValueError:
+            self._done = True
+        return found
+
+    def _read_into(self, found: list[Value], *, last: bool) -> None:
         while not self._done and self._at < len(self._text):
             letter = self._text[self._at]
             if letter in _BLANK or letter in ",:":
                 self._at += 1
             elif letter in "{[":
+                if len(self._open) == MAX_DEPTH:
+                    raise ValueError(f"nested deeper than {MAX_DEPTH}")
                 self._open.append(_Open(self._path(), {} if letter == "{" else []))
                 self._key = None
                 self._at += 1
@@ -71,7 +85,6 @@ class ValueTracker:
                 scalar = msgspec.json.decode(self._text[self._at : end])
                 self._at = end
                 self._take(scalar, found)
-        return found
 
     def _end_of_scalar(self, letter: str, *, last: bool) -> int | None:
         if letter != '"':

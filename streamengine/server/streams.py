@@ -1,6 +1,7 @@
 """Streams over HTTP: the protocol's own messages as server-sent events, which can be resumed, or one JSON object.
 
-An event is numbered ``<stream>:<seq>``, which is what a browser sends back as ``Last-Event-ID``. What a WebSocket
+An event is numbered ``<stream>:<seq>``, which is what a browser sends back as ``Last-Event-ID``; a value is not, since
+its delta is yet to come. What a WebSocket
 says with `cancel` is a ``DELETE`` here. A client that goes lets its stream linger if it was sent events, since it
 can come back, and ends it otherwise; ``delivery.on_disconnect`` says it differently.
 """
@@ -20,7 +21,7 @@ from streamengine.errors import InvalidRequest, UnsupportedFeature, from_code
 from streamengine.log import Log
 from streamengine.server.http import Http, decode, unless_gone
 from streamengine.server.sse import EventStream, event
-from streamengine.session.translate import to_generate, to_terminal
+from streamengine.session.translate import check_values, to_generate, to_terminal
 from streamengine.session.view import View
 from streamengine.streams import StreamRecord, Streams
 from streamengine_sdk import wire
@@ -30,7 +31,6 @@ State = Literal["queued", "prefill", "decode", "done", "error"]
 NOT_HERE = {
     "window": "nothing can be acknowledged over HTTP",
     "pad": "events are not padded",
-    "values": "there are no value events",
 }
 """Fields of `wire.Delivery` that this side of the server does not have, and why."""
 
@@ -94,6 +94,8 @@ class StreamRoutes:
         except msgspec.ValidationError as error:
             raise InvalidRequest(str(error), param=wire.field_of(str(error))) from error
         _check_delivery(delivery)
+        if delivery.values:
+            check_values(is_json=record.log.json)
         if record.log.ended and after == len(record.log) + 1:
             return Response(status_code=204)  # it has had the end: no browser asks again after this
         return self._respond(Shown(self._http, record, delivery, after))

@@ -36,13 +36,13 @@ from streamengine.engine import Generate
 from streamengine.errors import RateLimited, ShuttingDown, StreamEngineError, TooManyStreams, Unauthorized
 from streamengine.session.inbound import Bucket, Inbound
 from streamengine.session.outbound import Outbound
-from streamengine.session.translate import to_error, to_generate
+from streamengine.session.translate import check_values, to_error, to_generate
 from streamengine.session.transport import Transport, TransportClosed
 from streamengine.session.view import View
 from streamengine.streams import ANONYMOUS, MAX_ATTACHMENTS, Principal, Streams
 from streamengine_sdk import wire
 
-FEATURES = ("ack", "attach", "batch", "coalesce", "key", "logprobs", "pad", "token_ids")
+FEATURES = ("ack", "attach", "batch", "coalesce", "grammar", "key", "logprobs", "pad", "token_ids", "values")
 """What `hello` announces beyond the bare protocol."""
 
 MAX_LINGER_S = 600
@@ -276,6 +276,8 @@ class Session:
     def _attach(self, view: View, message: wire.Attach) -> None:
         assert self._principal is not None, "a message before the principal is known"
         record = self._streams.find(message.stream, self._principal)
+        if message.delivery.values:
+            check_values(is_json=record.log.json)
         view.attach(self._streams.attach(record, self._bell, message.after))
         self._bell.set()
 

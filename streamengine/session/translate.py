@@ -18,14 +18,12 @@ SAMPLING = set(SamplingParams.__struct_fields__) & set(wire.Generate.__struct_fi
 
 # Known to the protocol, not there yet: refused by name, unless they ask for what happens anyway.
 NEUTRAL: dict[str, Any] = {
-    "response_format": {"type": "text"},
     "tools": [],
     "tool_choice": "none",
 }
+JSON_FORMATS = ("json_object", "json_schema")
 DETAILS = ("available_from", "prompt_tokens", "limit")
 """Numbers of an error that have a field of their own on the wire."""
-
-NEUTRAL_DELIVERY: dict[str, Any] = {"values": False}
 
 
 def to_generate(message: wire.Generate, model: str) -> Generate:
@@ -37,7 +35,8 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
     if message.model is not UNSET and message.model != model:
         raise ModelNotFound(f"model {shown(message.model)} is not served here, only {model!r}", param="model")
     _refuse_unless_neutral(message, NEUTRAL, "")
-    _refuse_unless_neutral(message.delivery, NEUTRAL_DELIVERY, "delivery.")
+    if message.delivery.values:
+        check_values(is_json=(message.response_format or {}).get("type") in JSON_FORMATS)
     given = {name: value for name in SAMPLING if (value := getattr(message, name)) is not UNSET}
     sampling: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
@@ -51,7 +50,17 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
         queue_s=_or_none(timeouts.queue_s),
         total_s=_or_none(timeouts.total_s),
         priority=message.priority or 0,
+        response_format=_or_none(message.response_format),
+        close_document=message.close_document or False,
     )
+
+
+def check_values(*, is_json: bool) -> None:
+    """Raises `UnsupportedFeature` where values are asked of an answer that has none."""
+    if not is_json:
+        raise UnsupportedFeature(
+            f"delivery.values needs a response_format of type {' or '.join(JSON_FORMATS)}", param="delivery.values"
+        )
 
 
 def _top_logprobs(message: wire.Generate) -> int | None:
@@ -117,6 +126,7 @@ def to_terminal(id: str, log: Log, delivery: wire.DeliveryStats | UnsetType = UN
         timing=_to_timing(outcome.timing),
         cause=_or_unset(outcome.cause),
         stop_sequence=_or_unset(outcome.stop_sequence),
+        guided=_convert(outcome.guided, wire.Guided),
         delivery=delivery,
     )
 

@@ -1,16 +1,20 @@
 """One request id of a connection: how much of its stream the client has been shown.
 
-Gives in this order: `Accepted`; `Progress` until there is text; `Delta`s without a gap; one terminal. Of a stream
+Gives in this order: `Accepted`; `Progress` until there is text; `Delta`s without a gap; one terminal. With
+``values`` each delta has the `Value`s in front of it that it completes: a connection that is lost between the two
+then repeats values, which their paths tell, in place of losing some. Of a stream
 with a ``window`` it takes no more than so many tokens beyond what was acknowledged; the rest waits in the log.
 No I/O and no clock: time comes in as an argument.
 """
 
 import time
+from collections import deque
 from math import inf
 
 from msgspec import UNSET, UnsetType
 
 from streamengine.errors import SlowConsumer, StreamEngineError
+from streamengine.guided.values import Value, ValueTracker
 from streamengine.log import Log
 from streamengine.session.translate import to_error, to_logprob, to_progress, to_terminal
 from streamengine.streams import Attachment
@@ -51,12 +55,17 @@ class View:
         self._held: list[int] = []
         self._held_logprobs: list[wire.Logprob] = []
         self._blocked_since: float | None = None
+        self._values = ValueTracker() if delivery.values else None
+        self._made: deque[wire.Value | wire.Delta] = deque()
+        """Values, and the delta that completes them."""
 
     def attach(self, attachment: Attachment, *, replay: bool = False) -> None:
         """The stream is there; shown from where the attachment stands."""
         self.attachment = attachment
         self._shown = attachment.acked
         self._replay = replay or UNSET
+        if self._values is not None:
+            self._values.feed(attachment.record.log.text_until(self._shown))
 
     def refuse(self, error: StreamEngineError, retry_after_ms: int | None = None) -> None:
         """There will be no stream."""
@@ -78,7 +87,7 @@ class View:
         if self.attachment is None:
             return inf
         log, position = self.attachment.record.log, self.attachment.reader.position
-        if self.attachment.lapsed or not self._accepted:
+        if self.attachment.lapsed or not self._accepted or self._made:
             return -inf
         if len(log) > position and position >= self._limit():
             if self._blocked_since is None:
@@ -98,6 +107,8 @@ class View:
         if self.attachment is None or self._refusal is not None:
             return self._refusal
         log = self.attachment.record.log
+        if self._made:
+            return self._made.popleft()
         if self.attachment.lapsed or (self._blocked_since or now) + self._ack_stall_s <= now:
             return self._slow(log)
         if not self._accepted:
@@ -106,8 +117,14 @@ class View:
                 id=self.id, stream=log.id, after=self._shown, model=model, created=time.time(), replay=self._replay
             )
         if delta := self._take_delta(self.attachment, now):
-            return delta
+            if self._values is not None:
+                self._made += self._told(self._values.feed(delta.text))
+            self._made.append(delta)
+            return self._made.popleft()
         if self.attachment.reader.ended:
+            if self._values is not None and (last := self._last_values(log)):
+                self._made += last
+                return self._made.popleft()
             attaches = self.attachment.record.attaches
             stats = wire.DeliveryStats(frames=self._frames, max_lag=self._max_lag, attaches=attaches)
             return to_terminal(self.id, log, stats)
@@ -151,6 +168,15 @@ class View:
             attachment.acked = self._shown
         ids = tokens if self.delivery.token_ids else UNSET
         return wire.Delta(id=self.id, seq=self._shown, n=len(tokens), text=text, tokens=ids, logprobs=logprobs or UNSET)
+
+    def _told(self, values: list[Value]) -> list[wire.Value]:
+        return [wire.Value(id=self.id, seq=self._shown, path=path, value=value) for path, value in values]
+
+    def _last_values(self, log: Log) -> list[wire.Value]:
+        """Those that the end of the answer completes, which is a number; one that was cut is no value."""
+        values, self._values = self._values, None
+        whole = log.outcome is not None and log.outcome.finish_reason == "stop" and log.outcome.stop_sequence is None
+        return self._told(values.finish()) if values is not None and whole else []
 
     def _slow(self, log: Log) -> wire.Error:
         text = f"nothing was acknowledged for {self._ack_stall_s} s, or too much is held back; attach to go on"

@@ -53,6 +53,7 @@ CLIENT_MESSAGES: list[wire.ClientMessage] = [
         top_logprobs=3,
         logit_bias={"5": -1.0},
         response_format={"type": "text"},
+        close_document=True,
         tools=[],
         tool_choice="none",
         priority=1,
@@ -122,7 +123,10 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
         delivery=wire.DeliveryStats(frames=7, max_lag=3, attaches=2),
         cause="client",
         stop_sequence="END",
-        timing=wire.Timing(total_ms=9, ttft_ms=3, itl_ms=wire.InterToken(p50=1, p99=2, max=3), tokens_per_s=20),
+        timing=wire.Timing(
+            total_ms=9, ttft_ms=3, itl_ms=wire.InterToken(p50=1, p99=2, max=3), tokens_per_s=20, forced_tokens=4
+        ),
+        guided=wire.Guided(valid=None, warnings=["not"]),
     ),
     wire.Error(code="invalid_json", message="no", status=400, retryable=False, ref="r1", param="x"),
     wire.Error(

@@ -226,8 +226,10 @@ def test_a_bad_value_is_a_bad_request_with_its_field(client: openai.OpenAI) -> N
 
 def test_what_the_engine_cannot_do_is_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="fake", messages=HELLO, response_format={"type": "json_object"})
-    assert (bad.value.param, bad.value.code) == ("response_format", "unsupported_feature")
+        client.chat.completions.create(
+            model="fake", messages=HELLO, response_format={"type": "json_object"}, extra_body={"ignore_eos": True}
+        )
+    assert (bad.value.param, bad.value.code) == ("ignore_eos", "unsupported_feature")
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="fake", messages=image)

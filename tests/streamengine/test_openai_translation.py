@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from streamengine.bell import Bell
 from streamengine.engine import Generate
@@ -133,12 +134,36 @@ def test_what_cannot_change_the_answer_is_taken(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "response_format"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"type": "json_object"}),
+        ({"guided_json": {"a": 1}}, {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}),
+        ({"guided_json": '{"a": 1}'}, {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}),
+        ({"structured_outputs": {"json": {}}}, {"type": "json_schema", "json_schema": {"schema": {}}}),
+        ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
+        ({"structured_outputs": {"grammar": "start: x"}}, {"type": "grammar", "grammar": "start: x"}),
+        ({"guided_choice": ["a", "b"]}, {"type": "choice", "choice": ["a", "b"]}),
+    ],
+)
+def test_every_name_of_a_format_means_the_same(fields: dict[str, Any], response_format: dict[str, Any]) -> None:
+    assert chat(**fields, close_document=True) == structs.replace(
+        chat(), response_format=response_format, close_document=True
+    )
+    assert complete(**fields)[0].response_format == response_format
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"temprature": 1}, "temprature"),
         ({"audio": {}}, "audio"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_json": {}, "response_format": {"type": "text"}}, "guided_json"),
+        ({"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"structured_outputs": {"json": "]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
@@ -186,7 +211,7 @@ def test_a_chat_field_that_cannot_be_obeyed_is_refused_by_name(fields: dict[str,
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"messages": HELLO}, "messages"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
     ],
 )
 def test_a_completion_field_that_cannot_be_obeyed_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -245,7 +245,6 @@ async def test_one_request_too_many_is_refused_and_room_is_there_again_after_a_t
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("tools", [{}]),
         ("tool_choice", "auto"),
         ("delivery.values", True),

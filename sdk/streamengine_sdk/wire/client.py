@@ -79,6 +79,7 @@ class Generate(_Client, frozen=True, tag="generate"):
     top_logprobs: int | UnsetType = UNSET
     logit_bias: dict[str, float] | UnsetType = UNSET
     response_format: dict[str, Any] | UnsetType = UNSET
+    close_document: bool | UnsetType = UNSET
     tools: list[Any] | UnsetType = UNSET
     tool_choice: Any = UNSET
     priority: int | UnsetType = UNSET

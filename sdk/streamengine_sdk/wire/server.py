@@ -158,7 +158,10 @@ class InterToken(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Milliseconds on the server's monotonic clock; absent (None) where it did not come to that."""
+    """Milliseconds on the server's monotonic clock; absent (None) where it did not come to that.
+
+    ``forced_tokens`` of the answer took no time to choose: its grammar left no choice.
+    """
 
     total_ms: float | None = None
     queue_ms: float | None = None
@@ -167,6 +170,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_ms: float | None = None
     tokens_per_s: float | None = None
     itl_ms: InterToken | None = None
+    forced_tokens: int = 0
+
+
+class Guided(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an answer to a schema that was not ``strict``: what of the schema was not enforced, and whether the answer
+    keeps to it all the same; None where that cannot be told."""
+
+    valid: bool | None
+    warnings: list[str]
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -196,6 +208,7 @@ class Done(_Server, frozen=True, tag="done"):
     timing: Timing | UnsetType = UNSET
     cause: Cause | UnsetType = UNSET
     stop_sequence: str | UnsetType = UNSET
+    guided: Guided | UnsetType = UNSET
     delivery: DeliveryStats | UnsetType = UNSET
 
 

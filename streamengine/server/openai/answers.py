@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Literal
 
 from streamengine.errors import EngineFailure, ShuttingDown
-from streamengine.log import Log, Reader, TokenLogprob
+from streamengine.log import Guided, Log, Reader, TokenLogprob
 from streamengine.text import Entry
 
 Shape = Literal["chat", "text"]
@@ -40,11 +40,13 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one choice. ``logprobs`` are in the shape of its route, None where nobody asked."""
+    """What is new of one choice. ``logprobs`` are in the shape of its route, None where nobody asked; ``guided`` comes
+    with the end where a schema was not ``strict``."""
 
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: str | None
+    guided: Guided | None = None
 
 
 class ChoiceReader:
@@ -94,14 +96,15 @@ class ChoiceReader:
         Raises:
             StreamEngineError: what the log ended in, if not in an answer.
         """
-        text, finish = "".join(self._texts), None
+        text, finish, guided = "".join(self._texts), None, None
         if self._reader.ended and not self.ended:
             finish = finish_reason(self.log)
+            guided = None if self.log.outcome is None else self.log.outcome.guided
             self.ended = True
         if not text and finish is None:
             return None
         shape = chat_logprobs if self._shape == "chat" else text_logprobs
-        piece = Piece(text, shape(self._tokens) if self._logprobs else None, finish)
+        piece = Piece(text, shape(self._tokens) if self._logprobs else None, finish, guided)
         self._texts, self._tokens = [], []
         return piece
 
@@ -156,7 +159,8 @@ def chunk_choice(shape: Shape, index: int, piece: Piece) -> dict[str, Any]:
 
 
 def _choice(index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    return {"index": index, **said, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+    more = {} if piece.guided is None else {"guided": piece.guided}
+    return {"index": index, **said, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason, **more}
 
 
 def first_choice(index: int) -> dict[str, Any]:

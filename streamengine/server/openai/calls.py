@@ -148,6 +148,22 @@ class Call:
 
     # in chunks
 
+    async def settled(self, seconds: float) -> None:
+        """Wait until nothing can be refused any more: a response that has begun has a good status. Not for longer than
+        ``seconds``, since a client that hears nothing may give up.
+
+        Raises:
+            StreamEngineError: what the first stream ended in that did not end in an answer.
+        """
+        with anyio.move_on_after(seconds):
+            for choice in self._choices():
+                while not (choice.reader.log.started or choice.reader.log.ended):
+                    self.bell.rearm()
+                    await self.bell.wait()
+        for choice in self._choices():
+            if choice.reader.log.ended:
+                finish_reason(choice.reader.log)
+
     @property
     def ended(self) -> bool:
         return self._ended

@@ -26,6 +26,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    response_format: dict[str, Any] | None = None
     # extensions
     top_k: int | None = None
     min_p: float | None = None
@@ -39,6 +40,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    close_document: bool | None = None
     # They cannot change an answer.
     user: Any = None
     metadata: Any = None
@@ -47,7 +54,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     # Taken if they ask for what happens anyway: see `translate.NEUTRAL`.
-    response_format: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
 

@@ -22,8 +22,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 SAME = (set(SamplingParams.__struct_fields__) & set(Body.__struct_fields__)) - {"stop"}
 """They have one name and one meaning on both sides."""
 
+STRUCTURES = ("json", "regex", "grammar", "choice")
+"""What vLLM asks for as ``guided_json`` and so on, or else in ``structured_outputs``."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -35,8 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
 }
-"""Fields that are known and that this engine cannot obey, with the values that ask for what happens anyway.
-What guided decoding brings is taken off here and put into `_sampling`."""
+"""Fields that are known and that this engine cannot obey, with the values that ask for what happens anyway."""
 
 
 def check_model(asked: str | None, model: str) -> None:
@@ -74,7 +75,7 @@ def chat_generate(body: ChatRequest) -> Generate:
     if top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
     sampling = _sampling(body, max_tokens=tokens if newer is None else newer, logprobs=top if body.logprobs else None)
-    return Generate(messages=tuple(body.messages), sampling=sampling, priority=body.priority or 0)
+    return Generate(messages=tuple(body.messages), sampling=sampling, **_common(body))
 
 
 def completion_generates(body: CompletionRequest) -> list[Generate]:
@@ -86,8 +87,8 @@ def completion_generates(body: CompletionRequest) -> list[Generate]:
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     sampling = _sampling(body, max_tokens=tokens, logprobs=body.logprobs, **more)
-    common: dict[str, Any] = {"sampling": sampling, "priority": body.priority or 0}
-    return [Generate(**prompt, **common) for prompt in _prompts(body.prompt)]
+    common = _common(body)
+    return [Generate(**prompt, sampling=sampling, **common) for prompt in _prompts(body.prompt)]
 
 
 def tokenizing(body: TokenizeRequest, tokenizer: Tokenizer) -> Callable[[], list[int]]:
@@ -119,6 +120,39 @@ def _sampling(body: Body, **more: Any) -> SamplingParams:
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     return SamplingParams(**{**given, "stop": tuple(stop), **more})
+
+
+def _common(body: Body) -> dict[str, Any]:
+    response_format = _response_format(body)
+    return {
+        "priority": body.priority or 0,
+        "response_format": None if response_format == {"type": "text"} else response_format,
+        "close_document": body.close_document or False,
+    }
+
+
+def _response_format(body: Body) -> dict[str, Any] | None:
+    asked = [(f"guided_{kind}", kind, getattr(body, f"guided_{kind}")) for kind in STRUCTURES]
+    asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in (body.structured_outputs or {}).items()]
+    asked = [one for one in asked if one[2] is not None]
+    if not asked:
+        return body.response_format
+    name, kind, value = asked[0]
+    if len(asked) > 1 or body.response_format is not None:
+        raise InvalidRequest("an answer has one format: response_format or another", param=name)
+    if kind not in STRUCTURES:
+        raise UnsupportedFeature(f"{name} is not supported by this engine", param=name)
+    if kind != "json":
+        return {"type": kind, kind: value}
+    return {"type": "json_schema", "json_schema": {"schema": _schema(value, name)}}
+
+
+def _schema(value: Any, name: str) -> Any:
+    """vLLM takes a schema as a text too."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, str) else value
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is no JSON: {error}", param=name) from error
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
