@@ -17,6 +17,7 @@ from streamengine_sdk.wire import (
     Delta,
     Done,
     FinishReason,
+    Guided,
     InterToken,
     Logprob,
     Phase,
@@ -37,6 +38,7 @@ __all__ = [
     "Done",
     "Event",
     "FinishReason",
+    "Guided",
     "InterToken",
     "Logprob",
     "Phase",
@@ -77,6 +79,7 @@ class Result:
         timing: on the server's clock; likewise.
         finish_reason: ``None`` while it has not finished.
         stop_sequence: the stop string that ended it.
+        guided: of a schema that was not ``strict``, what was not enforced and whether the answer keeps to it.
         cause: who cancelled it, where ``finish_reason`` is ``cancelled``.
         stream_id: the server's name for the stream; ``None`` until it was accepted.
     """
@@ -92,6 +95,7 @@ class Result:
     timing: Timing | None = None
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
+    guided: Guided | None = None
     cause: Cause | None = None
     stream_id: str | None = None
 

@@ -213,6 +213,7 @@ class Feed:
             timing=done.timing or None if done else None,
             finish_reason=done.finish_reason if done else None,
             stop_sequence=None if done is None or done.stop_sequence is UNSET else done.stop_sequence,
+            guided=done.guided or None if done else None,
             cause=done.cause or None if done else None,
             stream_id=self.stream_id,
         )

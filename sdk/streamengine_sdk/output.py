@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from streamengine_sdk.errors import OutputInvalid
@@ -12,32 +13,37 @@ from streamengine_sdk.events import Result
 @dataclass(frozen=True)
 class Output:
     """Args:
-    name: of the schema, for the server's messages.
-    schema: JSON Schema.
+    name: for messages.
+    response_format: as it is sent.
     parse: text to value; raises `ValueError`.
+    is_json: the answer is, so that its values can be told one by one.
     """
 
     name: str
-    schema: Mapping[str, Any]
+    response_format: dict[str, Any]
     parse: Callable[[str], Any]
+    is_json: bool = True
 
     @classmethod
     def of(cls, wanted: Any) -> "Output":
         """A schema as mapping, a ``Literal[...]``, or a pydantic model class, which is not imported here.
         Raises `TypeError`."""
         if isinstance(wanted, Mapping):
-            return cls("output", dict(wanted), json.loads)
+            return cls._of_schema("output", wanted, json.loads)
         if get_origin(wanted) is Literal:
             choices = list(get_args(wanted))
-            return cls("choice", {"enum": choices}, lambda text: choices[choices.index(json.loads(text))])
+            if all(isinstance(choice, str) for choice in choices):
+                format = {"type": "choice", "choice": choices}
+                return cls("choice", format, lambda text: choices[choices.index(text)], is_json=False)
+            return cls._of_schema("choice", {"enum": choices}, partial(_choose, choices))
         if isinstance(wanted, type) and hasattr(wanted, "model_json_schema"):
-            return cls(wanted.__name__, wanted.model_json_schema(), wanted.model_validate_json)  # type: ignore[attr-defined]
+            return cls._of_schema(wanted.__name__, wanted.model_json_schema(), wanted.model_validate_json)  # type: ignore[attr-defined]
         raise TypeError(f"output must be a JSON schema, a Literal or a pydantic model class, not {wanted!r}")
 
-    @property
-    def response_format(self) -> dict[str, Any]:
-        schema = {"name": self.name, "schema": self.schema, "strict": True}
-        return {"type": "json_schema", "json_schema": schema}
+    @classmethod
+    def _of_schema(cls, name: str, schema: Mapping[str, Any], parse: Callable[[str], Any]) -> "Output":
+        named = {"name": name, "schema": dict(schema), "strict": True}
+        return cls(name, {"type": "json_schema", "json_schema": named}, parse)
 
     def parsed(self, result: Result) -> Result:
         """With ``parsed`` filled in. Raises `OutputInvalid`."""
@@ -46,3 +52,8 @@ class Output:
         except ValueError as error:
             text = f"the answer is not the {self.name} that was asked for: {error}"
             raise OutputInvalid(text, partial=result) from error
+
+
+def _choose(choices: list[Any], text: str) -> Any:
+    """The one that is written so: as values ``1`` and ``True`` are equal."""
+    return choices[list(map(json.dumps, choices)).index(json.dumps(json.loads(text)))]

@@ -22,7 +22,8 @@ class Options(TypedDict, total=False):
     of the answer in `Delta.tokens` and `Result.token_ids`, ``logprobs`` for its log-probabilities in the fields of
     that name, with ``top_logprobs`` likeliest tokens beside each; a request of higher ``priority`` goes first;
     ``timeouts`` replaces the client's. ``output`` is what the answer shall be – a JSON schema, a ``Literal[...]`` or
-    a pydantic model class – and comes back in `Result.parsed`. Requests with the same ``key`` are one: the second
+    a pydantic model class – and comes back in `Result.parsed`; with ``close_document`` it is completed while
+    ``max_tokens`` still allows it. Requests with the same ``key`` are one: the second
     shows the stream of the first. ``linger_s`` is how long the server goes on without a reader after a connection
     broke. The others have the names and meanings of the Chat Completions API or else of vLLM's sampling
     parameters, and the server's defaults.
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     logprobs: bool | None
     top_logprobs: int | None
     response_format: Mapping[str, Any] | None
+    close_document: bool | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     output: Any
@@ -92,7 +94,7 @@ def build(
             given[name] = _TRANSLATE.get(name, _exact)(value)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise InvalidRequest(f"{name} cannot be sent: {error}", param=name) from None
-    wishes = {"token_ids": given.pop("return_token_ids", False), "values": output is not None}
+    wishes = {"token_ids": given.pop("return_token_ids", False), "values": output is not None and output.is_json}
     if "linger_s" in given:
         wishes["linger_s"] = given.pop("linger_s")
     if output is not None:

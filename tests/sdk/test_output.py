@@ -46,11 +46,23 @@ async def test_a_schema_goes_out_as_response_format_and_a_value_comes_back(
 
 
 async def test_one_of_some_words_is_that_word(server: ScriptedServer, client: AsyncClient) -> None:
-    async with client, client.stream("yes?", output=Literal["yes", "no", 3]) as stream:
-        answer = await answer_to(server, ['"n', 'o"'])
-        assert isinstance(answer.request.response_format, dict)
-        assert answer.request.response_format["json_schema"]["schema"] == {"enum": ["yes", "no", 3]}
+    async with client, client.stream("yes?", output=Literal["yes", "no"]) as stream:
+        answer = await answer_to(server, ["n", "o"])
+        assert answer.request.response_format == {"type": "choice", "choice": ["yes", "no"]}
+        assert not answer.request.delivery.values
         assert (await stream.result()).parsed == "no"
+
+
+@pytest.mark.parametrize(("text", "value"), [('"no"', "no"), ("1", 1), ("true", True), ("null", None)])
+async def test_one_of_some_values_is_that_value(
+    server: ScriptedServer, client: AsyncClient, text: str, value: Any
+) -> None:
+    async with client, client.stream("yes?", output=Literal[1, "no", True, None]) as stream:
+        answer = await answer_to(server, [text])
+        assert isinstance(answer.request.response_format, dict)
+        assert answer.request.response_format["json_schema"]["schema"] == {"enum": [1, "no", True, None]}
+        parsed = (await stream.result()).parsed
+        assert (parsed, type(parsed)) == (value, type(value))
 
 
 async def test_a_pydantic_class_is_made_once_at_the_end(server: ScriptedServer, client: AsyncClient) -> None:
@@ -92,7 +104,8 @@ async def test_values_are_seen_as_soon_as_each_is_complete(server: ScriptedServe
 
 
 @pytest.mark.parametrize(
-    ("output", "text"), [(SCHEMA, '{"city"'), (Literal["yes", "no"], '"maybe"'), (Literal["yes", "no"], "yes")]
+    ("output", "text"),
+    [(SCHEMA, '{"city"'), (Literal["yes", "no"], "maybe"), (Literal["yes", 1], "yes"), (Literal["yes", 1], "2")],
 )
 async def test_an_answer_that_is_not_what_was_asked_for_is_an_error_with_the_answer(
     server: ScriptedServer, client: AsyncClient, output: Any, text: str
