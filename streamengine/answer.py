@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from logging import getLogger
 from math import inf
 
+from msgspec import structs
+
 from compiled.step import Logprob
 from streamengine.errors import EngineFailure, QueueTimeout, StreamEngineError, from_code
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.link import Abort
-from streamengine.log import Log, Outcome, Stopwatch, Timing, TokenLogprob
+from streamengine.log import Guided, Log, Outcome, Stopwatch, Timing, TokenLogprob
 from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, FinishReason, Request
 from streamengine.sampling import SamplingParams
 from streamengine.text import Detokenizer, Entry
@@ -33,6 +35,7 @@ class Choice:
         submitted: when the request came, in seconds like every other time here.
         token_bytes: what one token writes.
         keeps_stop: the token that ends the answer is part of its text.
+        schema: that its text is to be held against; what it is not certain to keep to, for ``warnings``.
     """
 
     def __init__(
@@ -42,17 +45,28 @@ class Choice:
         submitted: float,
         token_bytes: Callable[[int], bytes],
         keeps_stop: bool = False,
+        schema: str | None = None,
+        warnings: tuple[str, ...] = (),
     ) -> None:
         self.log = log
+        self.schema = schema
+        self.unjudged: Outcome | None = None
+        """It has ended, but for `judge`."""
         self.stopwatch = Stopwatch(submitted)
         self._detokenizer = detokenizer
         self._token_bytes = token_bytes
         self._keeps_stop = keeps_stop
+        self._warnings = warnings
         self._logprobs: list[TokenLogprob] = []
         """Of tokens whose entries are held back."""
 
+    @property
+    def over(self) -> bool:
+        """Nothing more can come."""
+        return self.log.ended or self.unjudged is not None
+
     def apply(self, delta: Delta, now: float, queue_s: float | None) -> None:
-        """What one step did. The log has ended afterwards if ``delta`` has a finish or completes a stop string."""
+        """What one step did. It is `over` afterwards if ``delta`` has a finish or completes a stop string."""
         finish = delta.finish
         self.stopwatch.tokens(len(delta.tokens), now, delta.forced)
         assert len(delta.logprobs) in (0, len(delta.tokens)), "a token without a log-probability"
@@ -77,7 +91,8 @@ class Choice:
 
     def fail(self, error: StreamEngineError) -> None:
         """End it in ``error``, after the text that was held."""
-        self._append(self._detokenizer.finish())
+        if not self.over:
+            self._append(self._detokenizer.finish())
         self.log.fail(error)
 
     def spell(self, logprobs: Sequence[Logprob]) -> list[TokenLogprob]:
@@ -111,21 +126,39 @@ class Choice:
             self._end(finish.reason, now, finish.cause if finish.reason == "cancelled" else None)
 
     def _end(self, reason: FinishReason, now: float, cause: str | None = None) -> None:
-        self.log.end(
-            Outcome(
-                finish_reason=reason,
-                cause=cause,
-                stop_sequence=self._detokenizer.stop_sequence,
-                usage=self.log.usage,
-                timing=self.stopwatch.timing(now),
-            )
+        outcome = Outcome(
+            finish_reason=reason,
+            cause=cause,
+            stop_sequence=self._detokenizer.stop_sequence,
+            usage=self.log.usage,
+            timing=self.stopwatch.timing(now),
         )
+        if self.schema is None:
+            self.log.end(outcome)
+            return
+        self.unjudged = outcome
+        if reason != "stop":
+            self.judge(valid=False)
+
+    def judge(self, *, valid: bool | None) -> None:
+        """Whether an answer that is `unjudged` keeps to its schema ends it."""
+        assert self.unjudged is not None, "judged twice, or too soon"
+        self.log.end(structs.replace(self.unjudged, guided=Guided(valid=valid, warnings=self._warnings)))
+        self.unjudged = None
 
 
-def open_choices(request: Request, params: SamplingParams, tokenizer: Tokenizer, submitted: float) -> list[Choice]:
-    """One for each answer that ``request`` draws, with an empty log."""
+def open_choices(
+    request: Request,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    submitted: float,
+    warnings: tuple[str, ...] = (),
+) -> list[Choice]:
+    """One for each answer that ``request`` draws, with an empty log; ``warnings`` are about its grammar."""
     keeps_stop = params.include_stop_str_in_output
-    json = request.grammar is not None and request.grammar.kind == "json_schema"
+    grammar = request.grammar
+    json = grammar is not None and grammar.kind == "json_schema"
+    schema = grammar.text if grammar is not None and grammar.lenient else None
     return [
         Choice(
             Log("st_" + secrets.token_urlsafe(16), len(request.prompt), json=json),
@@ -139,6 +172,8 @@ def open_choices(request: Request, params: SamplingParams, tokenizer: Tokenizer,
             submitted,
             tokenizer.token_bytes,
             keeps_stop,
+            schema,
+            warnings,
         )
         for _ in range(request.n)
     ]
@@ -197,10 +232,10 @@ class Answer:
                 log.prompt_logprobs += spelt
         choice.log.computed = delta.computed
         aborts = []
-        if was_open := not choice.log.ended:
+        if was_open := not choice.over:
             choice.apply(delta, now, self._queue_s)
-        open_ones = [other for other in self.choices if not other.log.ended]
-        if was_open and finish is None and choice.log.ended:
+        open_ones = [other for other in self.choices if not other.over]
+        if was_open and finish is None and choice.over:
             aborts.append(Abort(self.number, "stop", delta.index if open_ones else None))
         if was_open and finish is not None and finish.reason in ("cancelled", "error") and open_ones:
             for other in open_ones:
@@ -244,6 +279,7 @@ class Answers:
         self._by_number: dict[int, Answer] = {}
         self._by_stream: dict[str, Answer] = {}
         self._waiting: dict[int, Answer] = {}
+        self._unjudged: list[tuple[Answer, Choice]] = []
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -272,6 +308,8 @@ class Answers:
             answer = self._by_number.get(delta.request)
             if answer is None:
                 continue  # it ended here, and the core did not know yet
+            choice = answer.choices[delta.index]
+            was_over = choice.over
             try:
                 aborts += answer.apply(delta, now)
             except Exception:
@@ -282,9 +320,25 @@ class Answers:
                 self._waiting.pop(delta.request, None)
             if answer.ended:
                 self._remove(answer)
+            elif choice.unjudged is not None and not was_over:
+                self._unjudged.append((answer, choice))
         if len(self._waiting) != waiting:
             self._move_up()
         return aborts
+
+    def take_unjudged(self) -> list[tuple[Answer, Choice]]:
+        """Those that have come to wait for `judge` since the last call."""
+        unjudged, self._unjudged = self._unjudged, []
+        return unjudged
+
+    def judge(self, answer: Answer, choice: Choice, *, valid: bool | None) -> None:
+        """See `Choice.judge`; what has failed meanwhile stays so."""
+        if choice.log.ended:
+            return
+        choice.judge(valid=valid)
+        answer.wake()
+        if answer.ended:
+            self._remove(answer)
 
     def expire(self, now: float) -> list[Abort]:
         """Aborts for those whose deadline has passed."""

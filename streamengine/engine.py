@@ -16,12 +16,14 @@ from typing import Literal, Unpack
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
 from compiled.step import KVSpec, ModelSpec
-from streamengine.answer import Answer, Answers, open_choices
+from streamengine.answer import Answer, Answers, Choice, open_choices
 from streamengine.bell import Reply
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
+from streamengine.guided.leniency import Judges
 from streamengine.intake import Asked, Generate, Intake
 from streamengine.link import (
     AskStatistics,
@@ -102,6 +104,7 @@ class Engine:
         self._changed = anyio.Event()
         self._link: FrontLink | None = None
         self._answers = Answers()
+        self._judges = Judges()
         self._preparing = 0
         self._submitted = 0
         self._refused: Counter[str] = Counter()
@@ -237,7 +240,7 @@ class Engine:
         except StreamEngineError as error:
             self._refused[error.code] += 1
             raise
-        choices = open_choices(request, generate.sampling, self.intake.tokenizer, submitted)
+        choices = open_choices(request, generate.sampling, self.intake.tokenizer, submitted, prompt.warnings)
         answer = Answer(request.id, choices, submitted, generate.queue_s, generate.total_s)
         self._post(Submit(request))  # first: what cannot be posted is not here either
         self._answers.add(answer)
@@ -316,7 +319,7 @@ class Engine:
                 self._link = link
                 link.post(Configure(self.config))
                 try:
-                    failure = await self._serve(link)
+                    failure = await self._serve(link, tasks)
                 finally:
                     # At once: taking the core down may take a while.
                     self._fail_all(ShuttingDown("the engine was closed") if self._stopping else failure)
@@ -325,12 +328,14 @@ class Engine:
             return StartupError(f"cannot start the core: {error}")
         return failure
 
-    async def _serve(self, link: FrontLink) -> StreamEngineError:
+    async def _serve(self, link: FrontLink, tasks: TaskGroup) -> StreamEngineError:
         try:
             while True:
                 match await link.receive():
                     case Deltas(deltas):
                         self._post(*self._answers.apply(deltas, anyio.current_time()))
+                        for answer, choice in self._answers.take_unjudged():
+                            tasks.start_soon(self._judge, answer, choice)
                         if not len(self._answers):
                             self._change()
                     case Progress() as progress:
@@ -356,6 +361,11 @@ class Engine:
         self.ledger = {name: value for name, value in ready.ledger.items() if name.endswith("_bytes")}
         self.intake = Intake(self.config, ready.model, ready.kv, tokenizer)
         self._phase, self._started, self._was_ready = "ready", True, True
+        self._change()
+
+    async def _judge(self, answer: Answer, choice: Choice) -> None:
+        valid = await self._judges.judge(choice.schema or "", choice.log.text)
+        self._answers.judge(answer, choice, valid=valid)
         self._change()
 
     def _fail_all(self, error: StreamEngineError) -> None:

@@ -21,6 +21,7 @@ from streamengine.config import EngineConfig
 from streamengine.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from streamengine.guided.formats import read_format
 from streamengine.guided.grammar import Grammar
+from streamengine.guided.leniency import left_out
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
 from streamengine.tokenizer import Tokenizer, read_messages
@@ -97,6 +98,8 @@ class Prompt:
     ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    warnings: tuple[str, ...] = ()
+    """What of a schema that is not strict will not be enforced."""
 
 
 class Intake:
@@ -133,7 +136,8 @@ class Intake:
         def work() -> Prompt:
             grammar = _grammar(generate)
             ids = getattr(self, f"_read_{name}")(value)
-            return Prompt(ids, self._read_bad_words(words), grammar)
+            warnings = left_out(grammar) if grammar is not None and grammar.lenient else ()
+            return Prompt(ids, self._read_bad_words(words), grammar, warnings)
 
         short = name == "token_ids" or (isinstance(value, str) and len(value) <= INLINE_CHARACTERS)
         short = short and generate.response_format is None

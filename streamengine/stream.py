@@ -15,7 +15,7 @@ import anyio.lowlevel
 import msgspec
 
 from streamengine.bell import Bell
-from streamengine.log import Log, Reader, TextDelta, Timing, TokenLogprob, Usage
+from streamengine.log import Guided, Log, Reader, TextDelta, Timing, TokenLogprob, Usage
 from streamengine.request import FinishReason
 from streamengine.sampling import SamplingParams
 
@@ -25,7 +25,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ``stop_sequence``. ``cause`` says who cancelled it.
 
     ``logprobs`` are those of ``token_ids``, ``prompt_logprobs`` those of the prompt from its second token on; both
-    are empty unless asked for. ``beam_score`` is that of a beam search.
+    are empty unless asked for. ``beam_score`` is that of a beam search, ``guided`` is there where a schema was not
+    strict.
 
     Where more than one answer was drawn, ``choices`` holds the ``n`` asked for, the best first if they were ranked;
     the fields here are those of the first, but ``usage`` counts the prompt once and every answer drawn.
@@ -41,6 +42,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     beam_score: float | None = None
+    guided: Guided | None = None
     choices: tuple["Result", ...] = ()
 
 
@@ -168,6 +170,7 @@ async def read_result(log: Log) -> Result:
         logprobs=tuple(log.logprobs),
         prompt_logprobs=tuple(log.prompt_logprobs),
         beam_score=log.beam_score,
+        guided=outcome.guided,
     )
 
 
