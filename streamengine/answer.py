@@ -3,180 +3,22 @@
 Pure: time comes as an argument, and what the core is to be told is returned, for the engine to post.
 """
 
-import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from logging import getLogger
 from math import inf
 
-from msgspec import structs
-
-from compiled.step import Logprob
-from streamengine.errors import EngineFailure, QueueTimeout, StreamEngineError, from_code
+from streamengine.choice import Choice
+from streamengine.errors import EngineFailure, StreamEngineError
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.link import Abort
-from streamengine.log import Guided, Log, Outcome, Stopwatch, Timing, TokenLogprob
-from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, FinishReason, Request
-from streamengine.sampling import SamplingParams
-from streamengine.text import Detokenizer, Entry
-from streamengine.tokenizer import Tokenizer
+from streamengine.log import Log, Stopwatch, Timing
+from streamengine.request import QUEUE_TIMEOUT, Delta
 
-STOP_TOKEN_CAUSES = ("eos", "stop_token")
 LATENCIES = ("ttft", "queue", "prefill", "decode", "total")
 """Of `Timing`, in seconds; between two tokens of an answer it is ``inter_token``."""
 
 logger = getLogger(__name__)
-
-
-class Choice:
-    """One of a request's answers: its tokens become text, log-probabilities and timing in ``log``.
-
-    Args:
-        submitted: when the request came, in seconds like every other time here.
-        token_bytes: what one token writes.
-        keeps_stop: the token that ends the answer is part of its text.
-        schema: that its text is to be held against; what it is not certain to keep to, for ``warnings``.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        detokenizer: Detokenizer,
-        submitted: float,
-        token_bytes: Callable[[int], bytes],
-        keeps_stop: bool = False,
-        schema: str | None = None,
-        warnings: tuple[str, ...] = (),
-    ) -> None:
-        self.log = log
-        self.schema = schema
-        self.unjudged: Outcome | None = None
-        """It has ended, but for `judge`."""
-        self.stopwatch = Stopwatch(submitted)
-        self._detokenizer = detokenizer
-        self._token_bytes = token_bytes
-        self._keeps_stop = keeps_stop
-        self._warnings = warnings
-        self._logprobs: list[TokenLogprob] = []
-        """Of tokens whose entries are held back."""
-
-    @property
-    def over(self) -> bool:
-        """Nothing more can come."""
-        return self.log.ended or self.unjudged is not None
-
-    def apply(self, delta: Delta, now: float, queue_s: float | None) -> None:
-        """What one step did. It is `over` afterwards if ``delta`` has a finish or completes a stop string."""
-        finish = delta.finish
-        self.stopwatch.tokens(len(delta.tokens), now, delta.forced)
-        assert len(delta.logprobs) in (0, len(delta.tokens)), "a token without a log-probability"
-        self._logprobs += self.spell(delta.logprobs)
-        self.log.beam_score = delta.beam_score
-        tokens, end_token = delta.tokens, None
-        if finish is not None and finish.cause in STOP_TOKEN_CAUSES and tokens and not self._keeps_stop:
-            tokens, end_token = tokens[:-1], tokens[-1]
-        self._append(self._detokenizer.push(tokens))
-        if finish is not None:
-            self._append(self._detokenizer.finish(end_token))
-        # A stop string that the last allowed token completes comes before the length.
-        if self._detokenizer.stop_sequence is not None:
-            self._end("stop", now)
-        elif finish is not None:
-            self._finish(finish, now, queue_s)
-
-    def finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
-        """End it with what there is."""
-        self._append(self._detokenizer.finish())
-        self._finish(finish, now, queue_s)
-
-    def fail(self, error: StreamEngineError) -> None:
-        """End it in ``error``, after the text that was held."""
-        if not self.over:
-            self._append(self._detokenizer.finish())
-        self.log.fail(error)
-
-    def spell(self, logprobs: Sequence[Logprob]) -> list[TokenLogprob]:
-        """With the tokens' text beside their ids."""
-        return [
-            self._spell(
-                item.token,
-                item.logprob,
-                item.rank,
-                tuple(self._spell(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)),
-            )
-            for item in logprobs
-        ]
-
-    def _spell(self, token: int, logprob: float, rank: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        data = self._token_bytes(token)
-        text = data.decode(errors="replace")
-        # Rounding may lift a certain token's above 0, which is no logarithm of a probability.
-        return TokenLogprob(token=token, text=text, bytes=data, logprob=min(logprob, 0.0), rank=rank, top=top)
-
-    def _append(self, entries: list[Entry]) -> None:
-        self.log.append(entries, self._logprobs[: len(entries)])
-        del self._logprobs[: len(entries)]
-
-    def _finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
-        if finish.reason == "error":
-            self.log.fail(from_code(finish.cause, finish.message))
-        elif finish.reason == "cancelled" and finish.cause == QUEUE_TIMEOUT:
-            self.log.fail(QueueTimeout(f"no step for it within {queue_s} s", param="queue_s"))
-        else:
-            self._end(finish.reason, now, finish.cause if finish.reason == "cancelled" else None)
-
-    def _end(self, reason: FinishReason, now: float, cause: str | None = None) -> None:
-        outcome = Outcome(
-            finish_reason=reason,
-            cause=cause,
-            stop_sequence=self._detokenizer.stop_sequence,
-            usage=self.log.usage,
-            timing=self.stopwatch.timing(now),
-        )
-        if self.schema is None:
-            self.log.end(outcome)
-            return
-        self.unjudged = outcome
-        if reason != "stop":
-            self.judge(valid=False)
-
-    def judge(self, *, valid: bool | None) -> None:
-        """Whether an answer that is `unjudged` keeps to its schema ends it."""
-        assert self.unjudged is not None, "judged twice, or too soon"
-        self.log.end(structs.replace(self.unjudged, guided=Guided(valid=valid, warnings=self._warnings)))
-        self.unjudged = None
-
-
-def open_choices(
-    request: Request,
-    params: SamplingParams,
-    tokenizer: Tokenizer,
-    submitted: float,
-    warnings: tuple[str, ...] = (),
-) -> list[Choice]:
-    """One for each answer that ``request`` draws, with an empty log; ``warnings`` are about its grammar."""
-    keeps_stop = params.include_stop_str_in_output
-    grammar = request.grammar
-    json = grammar is not None and grammar.kind == "json_schema"
-    schema = grammar.text if grammar is not None and grammar.lenient else None
-    return [
-        Choice(
-            Log("st_" + secrets.token_urlsafe(16), len(request.prompt), json=json),
-            Detokenizer(
-                tokenizer.decode,
-                request.prompt,
-                params.stop,
-                min_tokens=params.min_tokens,
-                include_stop=keeps_stop,
-            ),
-            submitted,
-            tokenizer.token_bytes,
-            keeps_stop,
-            schema,
-            warnings,
-        )
-        for _ in range(request.n)
-    ]
 
 
 class Answer:

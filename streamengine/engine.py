@@ -19,8 +19,9 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from compiled.step import KVSpec, ModelSpec
-from streamengine.answer import Answer, Answers, Choice, open_choices
+from streamengine.answer import Answer, Answers
 from streamengine.bell import Reply
+from streamengine.choice import Choice, open_choices
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
 from streamengine.guided.leniency import Judges
@@ -240,7 +241,7 @@ class Engine:
         except StreamEngineError as error:
             self._refused[error.code] += 1
             raise
-        choices = open_choices(request, generate.sampling, self.intake.tokenizer, submitted, prompt.warnings)
+        choices = open_choices(request, prompt, generate.sampling, self.intake.tokenizer, submitted)
         answer = Answer(request.id, choices, submitted, generate.queue_s, generate.total_s)
         self._post(Submit(request))  # first: what cannot be posted is not here either
         self._answers.add(answer)

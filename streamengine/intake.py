@@ -16,12 +16,15 @@ import msgspec
 from msgspec import Meta, structs
 
 from compiled.step import KVSpec, ModelSpec, Sampling
+from streamengine.calls.conversation import characters
+from streamengine.calls.format import CallFormat, Tool
 from streamengine.checks import settle, shown
 from streamengine.config import EngineConfig
 from streamengine.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
 from streamengine.guided.formats import read_format
 from streamengine.guided.grammar import Grammar
 from streamengine.guided.leniency import left_out
+from streamengine.guided.tools import grammar_of, read_tools
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
 from streamengine.tokenizer import Tokenizer, read_messages
@@ -55,6 +58,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
             {…}}}``; see `streamengine.guided.formats`. Every token keeps to it, so an answer that ends with ``stop``
             is valid; one that ends with ``length`` is the beginning of a valid one.
         close_document: complete the answer while ``max_tokens`` still allows it, so that it always ends with ``stop``.
+        tools: what the model may call, in OpenAI's shape; needs ``messages``. An answer that ends with ``tool_calls``
+            has whole calls of these, and their arguments keep to the schemas.
+        tool_choice: ``auto``, ``none``, ``required``, or the one tool to call.
+        parallel_tool_calls: False is one call at most.
 
     Raises:
         InvalidRequest: a field of the wrong type or out of range; messages and ids are looked at by `Intake`.
@@ -70,6 +77,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Annotated[str, Meta(max_length=256)] = ""
     response_format: Mapping[str, Any] | None = None
     close_document: bool = False
+    tools: Sequence[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -89,6 +99,9 @@ class Asked(TypedDict, total=False):
     tenant: str
     response_format: Mapping[str, Any] | None
     close_document: bool
+    tools: Sequence[Any] | None
+    tool_choice: Any
+    parallel_tool_calls: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,8 @@ class Prompt:
     grammar: Grammar | None = None
     warnings: tuple[str, ...] = ()
     """What of a schema that is not strict will not be enforced."""
+    calls: CallFormat | None = None
+    """How calls of tools are written, where some may come."""
 
 
 class Intake:
@@ -135,12 +150,17 @@ class Intake:
 
         def work() -> Prompt:
             grammar = _grammar(generate)
+            if box := read_tools(generate.tools, generate.tool_choice, generate.parallel_tool_calls):
+                _check_tools_fit(generate)
+                calls = self.tokenizer.calls()
+                ids = self._read_messages(value, box.tools)
+                return Prompt(ids, self._read_bad_words(words), grammar_of(box, calls), calls=calls)
             ids = getattr(self, f"_read_{name}")(value)
             warnings = left_out(grammar) if grammar is not None and grammar.lenient else ()
             return Prompt(ids, self._read_bad_words(words), grammar, warnings)
 
         short = name == "token_ids" or (isinstance(value, str) and len(value) <= INLINE_CHARACTERS)
-        short = short and generate.response_format is None
+        short = short and generate.response_format is None and not generate.tools
         if short and sum(map(len, words)) <= INLINE_CHARACTERS // 4:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._limiter)
@@ -257,13 +277,13 @@ class Intake:
         self._check_characters(len(text), "prompt")
         return self._accept(self.tokenizer.encode(text), "prompt")
 
-    def _read_messages(self, value: object) -> tuple[int, ...]:
+    def _read_messages(self, value: object, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         if isinstance(value, Sequence):
             # Each is at least a token, and reading a million of them takes a while.
             self._check_room(len(value), "messages", "at least ")
         messages = read_messages(value)
-        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
-        return self._accept(self.tokenizer.chat(messages), "messages")
+        self._check_characters(sum(map(characters, messages)), "messages")
+        return self._accept(self.tokenizer.chat(messages, tools), "messages")
 
     def _accept(self, ids: list[int], name: str) -> tuple[int, ...]:
         if not ids:
@@ -309,12 +329,19 @@ def _grammar(generate: Generate) -> Grammar | None:
     return structs.replace(grammar, close=True)
 
 
+def _check_tools_fit(generate: Generate) -> None:
+    if generate.messages is None:
+        raise InvalidRequest("tools need messages: the chat template tells the model of them", param="tools")
+    if generate.response_format is not None and generate.response_format != {"type": "text"}:
+        raise UnsupportedFeature("response_format cannot be combined with tools", param="response_format")
+
+
 def _with_grammar(params: SamplingParams) -> SamplingParams:
     """The grammar says when an answer may end, so `min_tokens` has no say."""
     if params.ignore_eos:
-        raise UnsupportedFeature("ignore_eos cannot be combined with response_format", param="ignore_eos")
+        raise UnsupportedFeature("ignore_eos cannot be combined with response_format or tools", param="ignore_eos")
     if params.beam_width:
-        raise UnsupportedFeature("beam_width cannot be combined with response_format", param="beam_width")
+        raise UnsupportedFeature("beam_width cannot be combined with response_format or tools", param="beam_width")
     return structs.replace(params, min_tokens=0) if params.min_tokens else params
 
 

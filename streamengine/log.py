@@ -14,6 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from streamengine.calls.parser import CallHead, ToolCall
+from streamengine.calls.runs import Runs
 from streamengine.errors import InvalidRequest, ResumeGap, StreamEngineError
 from streamengine.request import FinishReason
 
@@ -91,13 +93,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A contiguous slice of a stream: entries ``seq - n + 1 .. seq``. ``logprobs`` are empty unless asked for."""
+    """A contiguous slice of a stream: entries ``seq - n + 1 .. seq``. ``logprobs`` are empty unless asked for.
+
+    With ``call`` the text belongs to the arguments of that one, and no other slice has its id and name but the first.
+    """
 
     seq: int
     n: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    call: CallHead | None = None
 
 
 def _size(item: TokenLogprob) -> int:
@@ -134,6 +140,7 @@ class Log:
         """About what the entries hold in memory, in bytes."""
         self._crc32 = 0
         self._bytes = 0
+        self.runs = Runs()
         self._wakes: list[Wake] = []
 
     def __len__(self) -> int:
@@ -145,7 +152,13 @@ class Log:
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        """Without the arguments of calls."""
+        return self.runs.text(self._texts)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """As far as they have come."""
+        return self.runs.tool_calls(self._texts)
 
     def text_until(self, position: int) -> str:
         """Of the first ``position`` entries."""
@@ -190,6 +203,11 @@ class Log:
             self._bytes += len(data)
             self.size += len(data)
             self._crc32 = zlib.crc32(data, self._crc32)
+
+    def switch(self, after: int, call: CallHead | None) -> None:
+        """The texts of entries behind the first ``after``, yet to come, are arguments of ``call``, or text."""
+        self.runs.add(after, call)
+        self.size += ENTRY_BYTES
 
     def drop_logprobs(self, until: int) -> None:
         """Forget the log-probabilities of the first ``until`` entries; the text stays whole."""
@@ -254,6 +272,7 @@ class Log:
             text="".join(self._texts[begin:end]),
             token_ids=tuple(self._tokens[begin:end]),
             logprobs=tuple(self._logprobs[max(begin - dropped, 0) : max(end - dropped, 0)]),
+            call=self.runs.call(begin),
         )
 
 
@@ -273,8 +292,10 @@ class Reader:
 
     def take(self, limit: int = 0, characters: int = 0) -> TextDelta | None:
         """All new entries as one slice; None if there are none. Where they are not 0, at most ``limit`` of them and
-        no more than one beyond so many ``characters``."""
+        no more than one beyond so many ``characters``. A slice has text of one kind: it ends where that changes."""
         begin, end = self.position, len(self._log)
+        if (change := self._log.runs.end(begin)) is not None:
+            end = min(end, change)
         if limit:
             end = min(end, begin + limit)
         if characters and end > begin + 1:

@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 QUEUE_TIMEOUT = "queue_timeout"
 """An abort's cause that ends a request in `QueueTimeout`, and only if no step was planned for it yet."""
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 
 class Finish(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ import anyio.lowlevel
 import msgspec
 
 from streamengine.bell import Bell
+from streamengine.calls.parser import ToolCall
 from streamengine.log import Guided, Log, Reader, TextDelta, Timing, TokenLogprob, Usage
 from streamengine.request import FinishReason
 from streamengine.sampling import SamplingParams
@@ -39,6 +40,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing
     stop_sequence: str | None = None
     cause: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     beam_score: float | None = None
@@ -140,9 +142,10 @@ class TextStream:
         return self
 
     async def __anext__(self) -> str:
-        while not (text := (await self._stream.__anext__()).text):
-            pass
-        return text
+        while True:
+            delta = await self._stream.__anext__()
+            if delta.text and delta.call is None:
+                return delta.text
 
 
 async def read_result(log: Log) -> Result:
@@ -161,6 +164,7 @@ async def read_result(log: Log) -> Result:
     outcome = log.outcome
     return Result(
         text=log.text,
+        tool_calls=log.tool_calls,
         token_ids=tuple(log.token_ids),
         finish_reason=outcome.finish_reason,
         usage=outcome.usage,

@@ -11,6 +11,8 @@ run into U+FFFD because one is invalid (byte-fallback vocabularies), characters 
 
 from collections.abc import Callable, Sequence
 
+from streamengine.calls.parser import CallHead, CallParser, Piece
+
 REPLACEMENT = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
 
@@ -34,6 +36,7 @@ class Detokenizer:
             character, the longest. The text of ids pushed later is of no interest and is dropped.
         min_tokens: a stop that is completed by an earlier token than this is text like any other.
         include_stop: the stop itself is part of the answer.
+        calls: tells the calls of tools from text; their markup has no text. Stops are looked for in text alone.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         include_stop: bool = False,
+        calls: CallParser | None = None,
     ) -> None:
         self._window = _Window(decode, prompt)
         self._stops = _StopStrings(stop, include_stop)
@@ -51,6 +55,14 @@ class Detokenizer:
         """Tokens to come before a stop counts, the one that completes it included."""
         self._waiting: list[Entry] = []
         self._ended = False
+        self._calls = calls
+        self._pieces: list[Piece] = []
+        """Read, and on no token yet: each carries text of one kind, so a second waits for the next token."""
+        self._call: CallHead | None = None
+        self._count = 0
+        self.switches: list[tuple[int, CallHead | None]] = []
+        """After how many tokens the texts are no longer what they were: arguments of that call, or text. Whoever takes
+        the entries takes them away."""
 
     @property
     def stop_sequence(self) -> str | None:
@@ -67,7 +79,8 @@ class Detokenizer:
             if self._ended:
                 break
             self._before_stops -= 1
-            text = self._stops.feed(self._window.push(token), armed=self._before_stops <= 0)
+            self._count += 1
+            text = self._read(self._window.push(token))
             self._waiting.append((token, text))
             self._ended = self._stops.hit is not None
             entries += self._release()
@@ -81,15 +94,35 @@ class Detokenizer:
         if self._waiting:
             # Something is held, so the newest token is here to carry it.
             token, text = self._waiting[-1]
-            text += self._stops.feed(self._window.flush(), armed=self._before_stops <= 0)
+            text += self._read(self._window.flush(), last=True)
             self._waiting[-1] = (token, text + self._stops.flush())
         if end_token is not None:
             self._waiting.append((end_token, ""))
         return self._release()
 
+    def _read(self, text: str, *, last: bool = False) -> str:
+        """The text of the newest token, without what is held back."""
+        armed = self._before_stops <= 0
+        if self._calls is None:
+            return self._stops.feed(text, armed=armed)
+        self._pieces += self._calls.feed(text)
+        if last:
+            self._pieces += self._calls.finish()
+        said = ""
+        while self._pieces and (not said or self._pieces[0].call is self._call):
+            text, call = self._pieces.pop(0)
+            if call is not self._call:
+                self._call = call
+                self.switches.append((self._count - 1, call))
+            said += text if call else self._stops.feed(text, armed=armed)
+            if self._stops.hit is not None:
+                return said
+        assert not (last and self._pieces), "an answer with more kinds of text than tokens"
+        return said + self._stops.flush() if self._calls.inside and self._call is None else said
+
     def _release(self) -> list[Entry]:
         ready = len(self._waiting)
-        if not self._ended and (self._window.holds or self._stops.holds):
+        if not self._ended and (self._window.holds or self._stops.holds or (self._calls and self._calls.holds)):
             # The newest token stays to carry what is held, and textless ones before it stay with it, so
             # that nobody is sent an empty delta.
             ready -= 1

@@ -20,6 +20,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from streamengine.calls.conversation import for_template, has_calls, in_words, read_calls
+from streamengine.calls.format import CallFormat, Message, Tool, learn
 from streamengine.checks import check_text
 from streamengine.errors import InvalidRequest, StartupError, UnsupportedFeature
 
@@ -28,14 +30,14 @@ REPLACEMENT = "\ufffd"
 MAX_ROLE = 64
 """Characters. Roles are the template's to know, but none is longer than a word."""
 
+ROLE_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Of messages, beside ``role`` and ``content``."""
+
 MAX_TURNS = 100_000
 """How often the loops and macros of a template may run in one rendering; conversations need a few per message."""
 
 MAX_REPEATED = 10_000
 TURN = "_turn"
-
-Message = dict[str, str]
-"""A chat message as templates see it: ``role`` and ``content``."""
 
 
 class Tokenizer(Protocol):
@@ -53,20 +55,25 @@ class Tokenizer(Protocol):
         """The ids of a piece of text that stands in another, without special tokens."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens and ids outside the vocabulary have no text; broken characters are U+FFFD."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Ids outside the vocabulary have no text, nor special tokens unless ``special``; broken characters are
+        U+FFFD."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
         """What one token writes, in UTF-8: perhaps a part of a character. Nothing for special tokens."""
         ...
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """The template's ids for ``messages`` (of `read_messages`), up to where the assistant speaks.
 
         Raises:
             InvalidRequest: the template refuses them; its message is the error's.
         """
+        ...
+
+    def calls(self) -> CallFormat:
+        """How the template writes calls of tools. Raises UnsupportedFeature where that is not understood."""
         ...
 
 
@@ -92,6 +99,7 @@ class FolderTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._bytes: dict[int, bytes] = {}
+        self._calls: CallFormat | UnsupportedFeature | None = None
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
 
@@ -101,8 +109,8 @@ class FolderTokenizer:
     def encode_part(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
     def token_bytes(self, token: int) -> bytes:
         if (data := self._bytes.get(token)) is None:
@@ -124,11 +132,30 @@ class FolderTokenizer:
             return bytes(_BYTE_LEVEL[character] for character in piece)
         return text.encode()
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        template = self._require_template()
+        if tools or has_calls(messages):
+            calls = self.calls()
+            messages = for_template(messages, calls) if calls.native else in_words(messages, tools, calls)
+            tools = tools if calls.native else ()
+        # The template writes the special tokens itself.
+        return self._tokenizer.encode(template.render(messages, tools), add_special_tokens=False).ids
+
+    def calls(self) -> CallFormat:
+        if self._calls is None:
+            added = self._tokenizer.get_added_tokens_decoder()
+            try:
+                self._calls = learn(self._require_template().render, {token.content: id for id, token in added.items()})
+            except UnsupportedFeature as error:
+                self._calls = error
+        if isinstance(self._calls, UnsupportedFeature):
+            raise UnsupportedFeature(self._calls.message, param=self._calls.param)
+        return self._calls
+
+    def _require_template(self) -> "ChatTemplate":
         if self._template is None:
             raise InvalidRequest("this model has no chat template: send prompt or token_ids", param="messages")
-        # The template writes the special tokens itself.
-        return self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids
+        return self._template
 
 
 def load_tokenizer(folder: str | Path) -> FolderTokenizer:
@@ -216,13 +243,15 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Raises `InvalidRequest` with the template's own message."""
+        more = {"tools": list(tools)} if tools else {}  # some ask no more than whether it is there
         try:
             return self._template.render(
                 {TURN: _turns(MAX_TURNS).__next__, **self._special_tokens},
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
+                **more,
             )
         except Exception as error:  # foreign code: whatever it trips over, the messages made it
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
@@ -267,9 +296,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False, **more: Any) -> str:
     # Not jinja2's own, which escapes for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    more = {"ensure_ascii": False, **more}
+    return json.dumps(value, indent=indent, separators=separators, sort_keys=sort_keys, **more)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -295,14 +325,23 @@ def read_messages(messages: object) -> list[Message]:
 
 
 def _read_message(message: object, place: str) -> Message:
-    fields = _read_object(message, place, ("role", "content"))
-    role = check_text(fields.get("role"), f"{place}.role")
+    role = message.get("role") if isinstance(message, dict) else None
+    of_role = ROLE_FIELDS.get(role, ()) if isinstance(role, str) else ()
+    fields = _read_object(message, place, ("role", "content", *of_role))
+    role = check_text(role, f"{place}.role")
     if not 1 <= len(role) <= MAX_ROLE:
         raise InvalidRequest(f"{place}.role must have 1 to {MAX_ROLE} characters", param=f"{place}.role")
     content = fields.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_read_part(part, f"{place}.content[{j}]") for j, part in enumerate(content))
-    return {"role": role, "content": check_text(content, f"{place}.content")}
+    read: Message = {"role": role}
+    if fields.get("tool_calls"):
+        read["tool_calls"] = read_calls(fields["tool_calls"], f"{place}.tool_calls")
+        content = "" if content is None else content
+    for name in ("tool_call_id", "name"):
+        if fields.get(name) is not None:
+            read[name] = check_text(fields[name], f"{place}.{name}")
+    return {**read, "content": check_text(content, f"{place}.content")}
 
 
 def _read_part(part: object, place: str) -> str:

@@ -17,6 +17,8 @@ from zlib import crc32
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
+from streamengine.calls.conversation import in_words
+from streamengine.calls.format import IN_WORDS, CallFormat, Message, Tool
 
 EOS = 256
 BOS = 257
@@ -399,9 +401,13 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def calls(self) -> CallFormat:
+        return IN_WORDS
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        messages = in_words(messages, tools, IN_WORDS)
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return [BOS, *self.encode(f"{lines}assistant: ")]

@@ -21,7 +21,7 @@ MAX_LINES = 400
 MAX_TOTAL_LINES = 20_000
 
 BELOW: dict[str, dict[str, set[str]]] = {
-    # cli → server → session → compose → engine → {answer, intake, stream} → {link, log, text, tokenizer}
+    # cli → server → session → compose → engine → {answer, stream} → choice → {intake, log, text} → tokenizer
     # child → compose → core → {link, scheduler} → kv → request → config → errors
     # engine and core meet in link only.
     "streamengine": {
@@ -38,8 +38,9 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "streams": {"compose"},
         "child": {"compose"},
         "compose": {"engine", "core"},
-        "engine": {"answer", "intake", "stream"},
-        "answer": {"histogram", "link", "log", "sampling", "text", "tokenizer"},
+        "engine": {"answer", "stream"},
+        "answer": {"choice", "histogram", "link"},
+        "choice": {"intake", "log", "text"},
         "intake": {"sampling", "tokenizer"},
         "stream": {"bell", "log", "sampling"},
         "replay": {"core"},
@@ -63,7 +64,8 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "text": {"request"},
         "tokenizer": {"request"},
         "request": {"config", "guided", "prefix", "speculation"},
-        "guided": {"errors"},
+        "guided": {"calls"},
+        "calls": {"checks"},
         "config": {"checks"},
         "checks": {"errors"},
         "errors": set(),

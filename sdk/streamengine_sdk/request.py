@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
     close_document: bool | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
     output: Any
     priority: int | None
     metadata: Mapping[str, str] | None

@@ -7,11 +7,16 @@ import msgspec
 
 from compiled.step import Masks
 
-Kind = Literal["json_schema", "regex", "lark"]
+Kind = Literal["json_schema", "regex", "lark", "tools"]
+
+WHITESPACE = r"(\x20|\n\x20{0,40}|\n\t{0,10})"
+"""Between JSON's tokens: what `json.dumps` writes, compact or indented. Unbounded blank space would let a model
+write nothing else until its tokens are spent."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """``text`` is a normalised JSON Schema, a regular expression, or a grammar in Lark's syntax.
+    """``text`` is a normalised JSON Schema, a regular expression, or a grammar in Lark's syntax, which that
+    of ``tools`` is as well (see `streamengine.guided.tools`).
 
     With ``lenient`` what the engine cannot enforce in a schema is left out, with warnings: only where it was
     asked for. With ``close`` an answer is completed before its tokens are spent. Equal grammars compile to the same

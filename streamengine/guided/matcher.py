@@ -14,12 +14,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from streamengine.errors import GrammarError
-from streamengine.guided import schema
-from streamengine.guided.grammar import Grammar
-
-WHITESPACE = r"(\x20|\n\x20{0,40}|\n\t{0,10})"
-"""Between JSON's tokens: what `json.dumps` writes, compact or indented. Unbounded blank space would let a model
-write nothing else until its tokens are spent."""
+from streamengine.guided import schema, tools
+from streamengine.guided.grammar import WHITESPACE, Grammar
 
 LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, verbose_errors=False)
 """Wider than the engine's own: 400 optional properties are 400 ways on at once."""
@@ -60,9 +56,19 @@ class Vocabulary:
         if not matcher.is_error():
             # An endless chain of references shows only now.
             matcher.compute_bitmask()
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher, grammar))
-        return Matcher(matcher)
+        if not matcher.is_error():
+            return Matcher(matcher)
+        if grammar.kind == "tools":
+            self._blame(grammar)
+        raise GrammarError(_reason(matcher, grammar))
+
+    def _blame(self, grammar: Grammar) -> None:
+        """The first tool whose schema is refused by itself."""
+        for place, text in tools.schemas_of(grammar):
+            try:
+                self.compile(Grammar(kind="json_schema", text=text))
+            except GrammarError as error:
+                raise GrammarError(f"{place}: {error.message}", param=place) from error
 
     def fill(self, places: Sequence[Place], bitmask: Bitmask) -> None:
         """Set the rows of ``bitmask`` ``[rows, words]``: a bit is set where the token may come next."""
@@ -136,7 +142,7 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
-        case "lark":
+        case "lark" | "tools":
             return LLMatcher.grammar_from_lark(grammar.text)
 
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamengine.bell import Bell
+from streamengine.calls.parser import ToolCall
 from streamengine.errors import InvalidRequest, UnsupportedFeature, from_code
 from streamengine.log import Log
 from streamengine.server.http import Http, decode, unless_gone
@@ -36,14 +37,15 @@ NOT_HERE = {
 
 
 class StreamState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A stream as JSON: ``seq`` tokens so far and their text. ``end`` is its terminal message, once there is one;
-    ``tokens`` and ``logprobs`` are there where they were asked for with the request."""
+    """A stream as JSON: ``seq`` tokens so far, their text, and the tools that they call. ``end`` is its terminal
+    message, once there is one; ``tokens`` and ``logprobs`` are there where they were asked for with the request."""
 
     stream: str
     model: str
     state: State
     seq: int
     text: str
+    tool_calls: tuple[ToolCall, ...] = ()
     tokens: list[int] | UnsetType = UNSET
     logprobs: list[wire.Logprob] | UnsetType = UNSET
     end: wire.Done | wire.Error | UnsetType = UNSET
@@ -241,7 +243,9 @@ def _state(record: StreamRecord, streams: Streams) -> StreamState:
         state = "done" if log.error is None else "error"
         end = to_terminal(log.id, log)
     model = streams.engine.model.name
-    return StreamState(stream=log.id, model=model, state=state, seq=len(log), text=log.text, end=end)
+    return StreamState(
+        stream=log.id, model=model, state=state, seq=len(log), text=log.text, tool_calls=log.tool_calls, end=end
+    )
 
 
 async def _until_ended(log: Log) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from streamengine.calls.parser import CallHead
 from streamengine.checks import exact_integer, shown
 from streamengine.engine import Generate
 from streamengine.errors import InvalidRequest, ModelNotFound, StreamEngineError, UnsupportedFeature
@@ -16,11 +17,6 @@ from streamengine_sdk import wire
 SAMPLING = set(SamplingParams.__struct_fields__) & set(wire.Generate.__struct_fields__) - {"logprobs"}
 """They have one name and one meaning on both sides. ``logprobs`` are two fields on the wire, as in the field's APIs."""
 
-# Known to the protocol, not there yet: refused by name, unless they ask for what happens anyway.
-NEUTRAL: dict[str, Any] = {
-    "tools": [],
-    "tool_choice": "none",
-}
 JSON_FORMATS = ("json_object", "json_schema")
 DETAILS = ("available_from", "prompt_tokens", "limit")
 """Numbers of an error that have a field of their own on the wire."""
@@ -34,7 +30,6 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
     """
     if message.model is not UNSET and message.model != model:
         raise ModelNotFound(f"model {shown(message.model)} is not served here, only {model!r}", param="model")
-    _refuse_unless_neutral(message, NEUTRAL, "")
     if message.delivery.values:
         check_values(is_json=(message.response_format or {}).get("type") in JSON_FORMATS)
     given = {name: value for name in SAMPLING if (value := getattr(message, name)) is not UNSET}
@@ -52,6 +47,9 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
         priority=message.priority or 0,
         response_format=_or_none(message.response_format),
         close_document=message.close_document or False,
+        tools=_or_none(message.tools),
+        tool_choice=_or_none(message.tool_choice),
+        parallel_tool_calls=_or_none(message.parallel_tool_calls),
     )
 
 
@@ -71,13 +69,6 @@ def _top_logprobs(message: wire.Generate) -> int | None:
     return top if message.logprobs else None
 
 
-def _refuse_unless_neutral(message: msgspec.Struct, neutral: dict[str, Any], prefix: str) -> None:
-    for name, value in neutral.items():
-        given = getattr(message, name)
-        if given is not UNSET and given != value:
-            raise UnsupportedFeature(f"{prefix}{name} is not supported by this engine", param=prefix + name)
-
-
 def to_progress(id: str, log: Log) -> wire.Progress:
     if not log.started:
         return wire.Progress(
@@ -93,6 +84,10 @@ def to_progress(id: str, log: Log) -> wire.Progress:
         prefilled_tokens=log.computed,
         cached_tokens=log.cached_tokens or UNSET,
     )
+
+
+def to_call(call: CallHead) -> wire.Call:
+    return wire.Call(index=call.index, id=_or_unset(call.id), name=_or_unset(call.name))
 
 
 def to_logprob(item: TokenLogprob) -> wire.Logprob:

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from streamengine.errors import SlowConsumer, StreamEngineError
 from streamengine.guided.values import Value, ValueTracker
 from streamengine.log import Log
-from streamengine.session.translate import to_error, to_logprob, to_progress, to_terminal
+from streamengine.session.translate import to_call, to_error, to_logprob, to_progress, to_terminal
 from streamengine.streams import Attachment
 from streamengine_sdk import wire
 
@@ -96,7 +96,7 @@ class View:
         if log.ended:
             return -inf
         if len(log) > position:
-            return self._flush_at(len(log))
+            return -inf if log.runs.end(position) is not None else self._flush_at(len(log))
         if len(log):
             return inf
         changed = self._progress != to_progress(self.id, log)
@@ -148,12 +148,12 @@ class View:
     def _take_delta(self, attachment: Attachment, now: float) -> wire.Delta | None:
         """Tokens that complete no text ride with the next that do, unless the client wants the ids or nothing more
         may follow before it acknowledges them."""
-        text, reader, log = "", attachment.reader, attachment.record.log
+        text, call, reader, log = "", None, attachment.reader, attachment.record.log
         self._max_lag = max(self._max_lag, len(log) - self._shown)
         piece = PIECE_LOGPROBS if log.has_logprobs else PIECE_TOKENS
         room = min(piece, self._limit() - reader.position)
         if room > 0 and (new := reader.take(int(room), PIECE_CHARACTERS)):
-            text = new.text
+            text, call = new.text, new.call
             self._held += new.token_ids
             self._held_logprobs += map(to_logprob, new.logprobs)
         last = reader.ended or reader.position >= self._limit()
@@ -167,7 +167,16 @@ class View:
         if not self.delivery.window:
             attachment.acked = self._shown
         ids = tokens if self.delivery.token_ids else UNSET
-        return wire.Delta(id=self.id, seq=self._shown, n=len(tokens), text=text, tokens=ids, logprobs=logprobs or UNSET)
+        return wire.Delta(
+            id=self.id,
+            seq=self._shown,
+            n=len(tokens),
+            text=text,
+            channel="tool" if call else "text",
+            call=UNSET if call is None else to_call(call),
+            tokens=ids,
+            logprobs=logprobs or UNSET,
+        )
 
     def _told(self, values: list[Value]) -> list[wire.Value]:
         return [wire.Value(id=self.id, seq=self._shown, path=path, value=value) for path, value in values]

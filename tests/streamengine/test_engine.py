@@ -650,7 +650,7 @@ async def test_a_step_that_raises_ends_its_requests_and_no_others() -> None:
 
 async def test_a_vocabulary_that_fails_on_an_answer_ends_that_answer_alone() -> None:
     class Fragile(ByteTokenizer):
-        def decode(self, ids: Sequence[int]) -> str:
+        def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
             if ord("!") in ids:
                 raise ValueError("broken vocabulary")
             return super().decode(ids)

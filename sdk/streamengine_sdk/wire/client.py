@@ -82,6 +82,7 @@ class Generate(_Client, frozen=True, tag="generate"):
     close_document: bool | UnsetType = UNSET
     tools: list[Any] | UnsetType = UNSET
     tool_choice: Any = UNSET
+    parallel_tool_calls: bool | UnsetType = UNSET
     priority: int | UnsetType = UNSET
     timeouts: Timeouts | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
+from streamengine.calls.parser import CallHead
 from streamengine.errors import EngineFailure, ShuttingDown
 from streamengine.log import Guided, Log, Reader, TokenLogprob
 from streamengine.text import Entry
@@ -47,6 +48,8 @@ class Piece:
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     guided: Guided | None = None
+    calls: tuple[tuple[CallHead, str], ...] = ()
+    """What is new of the arguments of each call."""
 
 
 class ChoiceReader:
@@ -64,6 +67,7 @@ class ChoiceReader:
         self._logprobs = logprobs
         self._echo = echo
         self._texts: list[str] = []
+        self._calls: list[tuple[CallHead, str]] = []
         self._tokens: list[Scored] = []
         self._offset = 0
         self._total, self._count = 0.0, 0
@@ -88,7 +92,10 @@ class ChoiceReader:
             for item in delta.logprobs:
                 self._total, self._count = self._total + item.logprob, self._count + 1
                 self._add(item.bytes, item)
-            self._say(delta.text)
+            if delta.call is None:
+                self._say(delta.text)
+            elif delta.text:
+                self._calls.append((delta.call, delta.text))
 
     def take(self) -> Piece | None:
         """What was read, if it is worth a chunk: text or the end.
@@ -101,11 +108,12 @@ class ChoiceReader:
             finish = finish_reason(self.log)
             guided = None if self.log.outcome is None else self.log.outcome.guided
             self.ended = True
-        if not text and finish is None:
+        if not text and not self._calls and finish is None:
             return None
         shape = chat_logprobs if self._shape == "chat" else text_logprobs
-        piece = Piece(text, shape(self._tokens) if self._logprobs else None, finish, guided)
-        self._texts, self._tokens = [], []
+        calls = tuple(self._calls)
+        piece = Piece(text, shape(self._tokens) if self._logprobs else None, finish, guided, calls)
+        self._texts, self._tokens, self._calls = [], [], []
         return piece
 
     def _repeat(self, echo: Echo) -> None:
@@ -126,7 +134,7 @@ class ChoiceReader:
 
 
 def finish_reason(log: Log) -> str:
-    """``stop`` or ``length``, of a log that has ended. Raises the error of one that ended otherwise."""
+    """``stop``, ``length`` or ``tool_calls``, of a log that has ended. Raises the error of one that ended otherwise."""
     if log.error is not None:
         raise log.error
     assert log.outcome is not None, "a log that ended has a terminal"
@@ -149,13 +157,40 @@ def usage(groups: Sequence[Sequence[Log]]) -> dict[str, Any]:
 
 
 def whole_choice(shape: Shape, index: int, piece: Piece) -> dict[str, Any]:
-    said = {"text": piece.text} if shape == "text" else {"message": {"role": "assistant", "content": piece.text}}
-    return _choice(index, said, piece)
+    if shape == "text":
+        return _choice(index, {"text": piece.text}, piece)
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+    if piece.calls:
+        message |= {"content": piece.text or None, "tool_calls": _whole_calls(piece.calls)}
+    return _choice(index, {"message": message}, piece)
 
 
 def chunk_choice(shape: Shape, index: int, piece: Piece) -> dict[str, Any]:
-    content = {"content": piece.text} if piece.text else {}
+    content: dict[str, Any] = {"content": piece.text} if piece.text else {}
+    if piece.calls:
+        content["tool_calls"] = [_call(head, text) for head, text in piece.calls]
     return _choice(index, {"text": piece.text} if shape == "text" else {"delta": content}, piece)
+
+
+def _whole_calls(pieces: Sequence[tuple[CallHead, str]]) -> list[dict[str, Any]]:
+    whole: dict[int, dict[str, Any]] = {}
+    for head, text in pieces:
+        if head.id is None:
+            whole[head.index]["function"]["arguments"] += text
+        else:
+            whole[head.index] = {"id": head.id, "type": "function", "function": {"name": head.name, "arguments": text}}
+    return list(whole.values())
+
+
+def _call(head: CallHead, text: str) -> dict[str, Any]:
+    if head.id is None:
+        return {"index": head.index, "function": {"arguments": text}}
+    return {
+        "index": head.index,
+        "id": head.id,
+        "type": "function",
+        "function": {"name": head.name, "arguments": text},
+    }
 
 
 def _choice(index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class ChatRequest(Body, frozen=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Taken if they ask for what happens anyway.
-    tools: Any = None
+    tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    # Taken if they ask for what happens anyway.
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

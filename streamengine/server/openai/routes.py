@@ -96,7 +96,7 @@ class OpenAI:
                 generate, repeated = await self._echo(streams.engine, generate) if echo else (generate, None)
                 call.add(await streams.open_all(request.state.principal, generate), repeated)
             if asked.body.stream:
-                if any(generate.response_format for generate in generates):
+                if any(generate.response_format or generate.tools for generate in generates):
                     await call.settled(self._http.config.heartbeat_s)
                 return EventStream(call, call.bell, self._http.config.heartbeat_s)
             return Response(await call.whole(), media_type="application/json")

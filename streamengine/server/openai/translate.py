@@ -26,8 +26,6 @@ STRUCTURES = ("json", "regex", "grammar", "choice")
 """What vLLM asks for as ``guided_json`` and so on, or else in ``structured_outputs``."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -75,7 +73,10 @@ def chat_generate(body: ChatRequest) -> Generate:
     if top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
     sampling = _sampling(body, max_tokens=tokens if newer is None else newer, logprobs=top if body.logprobs else None)
-    return Generate(messages=tuple(body.messages), sampling=sampling, **_common(body))
+    tools = {}
+    if body.tools or body.tool_choice not in (None, "none", "auto"):
+        tools = {name: getattr(body, name) for name in ("tools", "tool_choice", "parallel_tool_calls")}
+    return Generate(messages=tuple(body.messages), sampling=sampling, **_common(body), **tools)
 
 
 def completion_generates(body: CompletionRequest) -> list[Generate]:
