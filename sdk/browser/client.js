@@ -1,27 +1,25 @@
 /**
  * Token streams from a streamengine server: many on one socket, and they outlive it. No build step.
  *
- *     const client = new StreamEngine();
- *     for await (const event of client.stream({ prompt: "Once upon a time" }))
+ *     for await (const event of new StreamEngine().stream({ prompt: "Once upon a time" }))
  *       if (event.type === "delta") document.body.append(event.text);
  *
  * Leaving the loop, `stream.cancel()` or an AbortSignal stops the work on the server too.
  *
- * @import {Delivery, Hello, Options, Position, Refusal, Request, State, TokenStream} from "./types.d.ts"
+ * @import {Hello, Options, Position, Refusal, Request, State, TokenStream} from "./types.d.ts"
  */
 
-const PROTOCOL = "streamengine.v1";
-const EVENTS = new Set(["accepted", "progress", "delta", "value", "done"]);
-/** After these close codes another socket may fare better. */
-const COME_BACK = new Set([1001, 1005, 1006, 1011, 1012, 1013]);
+const EVENTS = ["accepted", "progress", "delta", "value", "done"];
+const COME_BACK = [1001, 1005, 1006, 1011, 1012, 1013];
+const WAKING = ["visibilitychange", "online", "pageshow"];
+const GIVE_UP_MS = 60_000;
 
 /** `code` is the server's, or `connection_lost`, `stream_lost`, `protocol_error`, `message_too_large`. */
 export class StreamEngineError extends Error {
-  name = "StreamEngineError";
-
   /** @param {string} code @param {string} message @param {Refusal} [details] */
   constructor(code, message, details = {}) {
     super(message);
+    this.name = "StreamEngineError";
     this.code = code;
     this.param = details.param;
     this.retryable = details.retryable ?? false;
@@ -32,24 +30,20 @@ export class StreamEngineError extends Error {
 /** Fires `state` when its state has changed. */
 export class StreamEngine extends EventTarget {
   /** @type {State} */ state = "idle";
-  /** What the server said of itself. @type {Hello|undefined} */ hello;
-  /** @internal */ _protocols = [PROTOCOL];
+  /** @type {Hello|undefined} */ hello;
+  #link;
   #count = 0;
-  #current;
-  #lost = new Set();
-  #tries = 0;
-  #since;
-  #retry;
-  #wake = () => (document.hidden ? 0 : this.#retry ? this.#connect() : this.#current?.probe());
 
   /** @param {string|URL} [url] the page's own by default @param {{token?: string}} [options] an API key */
   constructor(url = globalThis.location?.origin, { token } = {}) {
     super();
-    this._url = new URL(url);
-    this._url.protocol = this._url.protocol.replace("http", "ws");
-    if (this._url.pathname === "/") this._url.pathname = "/v1/stream";
-    if (token) this._protocols.push(`streamengine.auth.${base64url(token)}`);
-    for (const type of WAKE) globalThis.addEventListener?.(type, this.#wake);
+    const address = new URL(url);
+    address.protocol = address.protocol.replace("http", "ws");
+    if (address.pathname === "/") address.pathname = "/v1/stream";
+    this.#link = openLink(address, token, (state, hello = this.hello) => {
+      Object.assign(this, { state, hello });
+      this.dispatchEvent(new Event("state"));
+    });
   }
 
   /**
@@ -58,7 +52,7 @@ export class StreamEngine extends EventTarget {
    */
   stream(request, options) {
     const key = crypto.getRandomValues(new Uint32Array(4)).join("-");
-    return this.#start({ key, ...request }, { ...options, delivery: request.delivery });
+    return this.#start({ stream: "", seq: 0 }, { delivery: request.delivery, ...options }, { key, ...request });
   }
 
   /**
@@ -66,13 +60,253 @@ export class StreamEngine extends EventTarget {
    * @param {Position} position @param {Options} [options] @returns {TokenStream}
    */
   resume(position, options) {
-    return this.#start(undefined, options, position);
+    return this.#start(position, options);
   }
 
   /** Cancels what is open. */
   close() {
-    for (const type of WAKE) globalThis.removeEventListener?.(type, this.#wake);
-    this.#fail(lost("closed here"));
-    this.#current?.close(1000)
+    this.#link.close();
   }
+
+  /** @param {Position} position @param {Options} [options] @param {Request} [request] */
+  #start(position, { signal, delivery } = {}, request) {
+    signal?.throwIfAborted();
+    return openStream(this.#link, `r${++this.#count}`, position, delivery, request, signal);
+  }
+}
+
+/** One stream, whichever connection shows it. `at` is what its reader has taken. */
+function openStream(link, id, position, wishes, request, signal) {
+  const delivery = { coalesce_ms: 25, window: 256, ...wishes };
+  const at = position.seq ? { ...position } : { ...position, bytes: 0, crc32: 0 };
+  /** @type {any} */ const whole = { text: "", reasoning: "" };
+  const queue = [];
+  let seq, acked, connection, epoch, ended, error, cancelled, wake;
+
+  /** Ask `to` to show it. What was not taken comes again. */
+  function open(to) {
+    const { hello } = (connection = to);
+    if (at.stream && (epoch ??= hello.epoch) !== hello.epoch) {
+      if (at.seq || !request) return end(fault("stream_lost", "the server has restarted"));
+      at.stream = ""; // nothing was seen of it: it can begin again
+    }
+    queue.length = 0;
+    acked = seq = at.seq;
+    const ask = at.stream ? { type: "attach", stream: at.stream, after: seq } : { ...request, type: "generate" };
+    const text = JSON.stringify({ ...ask, id, delivery });
+    const most = hello.limits.max_message_bytes;
+    if (new Blob([text]).size > most) return end(fault("message_too_large", `more than ${most} bytes`));
+    connection.streams.set(id, stream);
+    connection.send(text);
+    if (cancelled) cancel();
+  }
+
+  function receive(event) {
+    const { type } = event;
+    if (type === "delta") event.n ??= 1;
+    const after = { accepted: event.after, delta: event.seq - event.n, done: event.seq - 1 }[type] ?? seq;
+    if (after !== seq) return stop(fault("protocol_error", `${type} goes on after ${after}, not ${seq}`));
+    if (type === "accepted") {
+      at.stream = event.stream;
+      epoch = connection.hello.epoch;
+    } else if (type === "delta") seq = event.seq;
+    else if (type === "progress" && queue.at(-1)?.type === type) queue.pop();
+    queue.push(event);
+    type === "done" ? end() : wake?.();
+  }
+
+  function take(event) {
+    const { type, text, channel = "text", check } = event;
+    if (type === "delta") {
+      const bytes = new TextEncoder().encode(text);
+      at.seq = event.seq;
+      at.bytes += bytes.length;
+      at.crc32 = crc32(bytes, at.crc32);
+      whole[channel] += text;
+      if (at.seq - acked >= delivery.window / 2) say("ack", { seq: (acked = at.seq) });
+    } else if (type === "done") {
+      whole.done = event;
+      if (at.bytes >= 0 && (check.bytes !== at.bytes || check.crc32 !== at.crc32))
+        throw fault("protocol_error", "text was lost");
+    }
+    return event;
+  }
+
+  /** An error that is not the stream's own end leaves it running, to be asked for again. */
+  function refuse(why) {
+    const { code, details } = why;
+    link.forget(stream);
+    const again = details.retryable && at.stream && (!details.stream || code === "slow_consumer");
+    again ? setTimeout(() => ended || link.show(stream), details.retry_after_ms ?? 1000) : end(why);
+  }
+
+  function end(why) {
+    ended = true;
+    error = why;
+    signal?.removeEventListener("abort", abort);
+    link.forget(stream);
+    wake?.();
+  }
+
+  function stop(why) {
+    if (ended) return;
+    cancel();
+    queue.length = 0;
+    end(why);
+  }
+
+  async function* events() {
+    while (queue.length || !ended)
+      if (queue.length) yield take(queue.shift());
+      else await new Promise((resolve) => (wake = resolve));
+    if (error) throw error;
+  }
+
+  async function result() {
+    for await (const _ of stream);
+    return whole;
+  }
+
+  const say = (type, more) => connection?.send(JSON.stringify({ type, id, ...more }));
+  const cancel = () => say("cancel", (cancelled = true));
+  const abort = () => stop(signal.reason);
+  const text = async () => (await result()).text;
+  const leave = async (value) => (stop(undefined), { done: true, value }); // what `break` calls
+  const inner = { id, position: at, open, receive, refuse, end };
+  const stream = Object.assign(events(), inner, { cancel, result, text, return: leave });
+  signal?.addEventListener("abort", abort);
+  link.show(stream);
+  return stream;
+}
+
+/** One socket for all that is new, and the next one for the streams of those that were lost. */
+function openLink(address, token, report) {
+  const protocols = ["streamengine.v1"];
+  if (token) protocols.push(`streamengine.auth.${base64url(token)}`);
+  const connections = new Set();
+  const waiting = new Set();
+  let current, retry;
+  let tries = 0;
+  let good = 0;
+
+  function connect() {
+    retry = clearTimeout(retry);
+    const socket = new WebSocket(address, protocols);
+    const streams = new Map();
+    const send = (text) => socket.readyState === 1 && socket.send(text);
+    const connection = (current = { streams, send, end, probe, hello: /** @type {Hello|undefined} */ (undefined) });
+    let timer, due;
+
+    function receive(message) {
+      const { type, id, ref } = message;
+      const stream = streams.get(id ?? ref);
+      if (type === "batch") message.events.forEach(receive);
+      else if (type === "hello") {
+        connection.hello = message;
+        send('{"type":"init","client":"client.js","batch":true}');
+        tries = 0;
+        good = Date.now();
+        report("open", message);
+        flush();
+      } else if (type === "goaway") leave(connection);
+      else if (type === "error") {
+        const error = fault(message.code, message.message, message);
+        if (message.fatal) end(error);
+        else if (id || !stream?.position.stream) stream?.refuse(error);
+      } else if (EVENTS.includes(type)) stream?.receive(message);
+    }
+
+    /** The server says something every heartbeat_s: much longer silence is death. */
+    function watch(ms = 2500 * (connection.hello?.limits.heartbeat_s ?? 4)) {
+      clearTimeout(timer);
+      due = Date.now() + ms;
+      timer = setTimeout(end, ms, fault("connection_lost", "silence"), true);
+    }
+
+    /** Whoever slept may have lost it without knowing. */
+    function probe() {
+      send('{"type":"ping"}');
+      watch(due < Date.now() ? 0 : 4000);
+    }
+
+    /** A socket that is closed without a code leaves its streams running. */
+    function end(error, again, code) {
+      clearTimeout(timer);
+      socket.onmessage = socket.onclose = null;
+      socket.close(code);
+      connections.delete(connection);
+      const orphans = [...streams.values(), ...(leave(connection) ? waiting : [])];
+      for (const stream of orphans) again && Date.now() < good + GIVE_UP_MS ? waiting.add(stream) : stream.end(error);
+      if (!current && waiting.size) retry ??= setTimeout(connect, Math.random() * Math.min(8000, 250 * 2 ** tries++));
+      current ? flush() : report(retry ? "waiting" : "idle");
+    }
+
+    report("connecting");
+    connections.add(connection);
+    socket.onclose = ({ code, reason }) => end(fault("connection_lost", `${code} ${reason}`), COME_BACK.includes(code));
+    socket.onmessage = ({ data }) => {
+      watch();
+      receive(JSON.parse(data));
+    };
+    watch();
+  }
+
+  function flush() {
+    if (!current?.hello) return;
+    for (const stream of waiting) {
+      waiting.delete(stream);
+      stream.open(current);
+    }
+  }
+
+  function leave(connection) {
+    if (connection !== current) return false;
+    current = undefined;
+    return true;
+  }
+
+  function show(stream) {
+    waiting.add(stream);
+    good = Date.now();
+    if (!current && !retry) connect();
+    flush();
+  }
+
+  function wake() {
+    if (globalThis.document?.hidden) return;
+    retry ? connect() : current?.probe();
+  }
+
+  for (const type of WAKING) globalThis.addEventListener?.(type, wake);
+  return {
+    show,
+    forget(stream) {
+      waiting.delete(stream);
+      for (const { streams } of connections) streams.delete(stream.id);
+    },
+    close() {
+      for (const type of WAKING) globalThis.removeEventListener?.(type, wake);
+      const error = fault("connection_lost", "closed here");
+      for (const connection of connections) connection.end(error, false, 1000);
+      for (const stream of waiting) stream.end(error);
+      retry = clearTimeout(retry);
+    },
+  };
+}
+
+const fault = (code, message, details) => new StreamEngineError(code, message, details);
+
+const SAFE = { "+": "-", "/": "_", "=": "" };
+const base64url = (text) =>
+  btoa(String.fromCharCode(...new TextEncoder().encode(text))).replace(/[+/=]/g, (character) => SAFE[character]);
+
+const TABLE = Uint32Array.from({ length: 256 }, (_, n) => {
+  for (let bit = 0; bit < 8; bit++) n = n & 1 ? (n >>> 1) ^ 0xedb88320 : n >>> 1;
+  return n;
+});
+
+function crc32(bytes, crc) {
+  crc = ~crc;
+  for (const byte of bytes) crc = TABLE[(crc ^ byte) & 255] ^ (crc >>> 8);
+  return ~crc >>> 0;
 }

@@ -161,19 +161,34 @@ export interface Hello {
   limits: { max_message_bytes: number; max_streams: number; heartbeat_s: number; [more: string]: number };
 }
 
-/** All that came. */
+/** All that was read of a stream. */
 export interface Result {
   text: string;
   reasoning: string;
-  /** By index; `arguments` is text. */
-  tool_calls: { id?: string; name?: string; arguments: string }[];
   done: Done;
+}
+
+export interface Options {
+  /** Its abort cancels the stream and is thrown. */
+  signal?: AbortSignal;
+  delivery?: Delivery;
+}
+
+/** What the server said of a failure. */
+export interface Refusal {
+  status?: number;
+  /** The field of the request that is meant. */
+  param?: string;
+  retryable?: boolean;
+  retry_after_ms?: number;
+  usage?: Usage;
+  [more: string]: unknown;
 }
 
 /** One answer, event by event; leaving the loop cancels it on the server. */
 export interface TokenStream extends AsyncIterableIterator<Event> {
-  /** Where a client that takes over would go on; undefined until the server has accepted. */
-  readonly position: Position | undefined;
+  /** Up to where this reader has taken it; `stream` is "" until the server has accepted. Live. */
+  readonly position: Readonly<Position>;
   /** Ask the server to stop; `Done` with `finish_reason: "cancelled"` still comes. */
   cancel(): void;
   /** Take all that is left and give the whole. */
