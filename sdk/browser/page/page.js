@@ -1,33 +1,56 @@
-/** The built-in chat page. Text reaches the document through text nodes only. */
+/** The built-in page: one client, the conversations, and what is around them. Text becomes text nodes only. */
 
+import { button, make } from "/answer.js";
+import { Column } from "/chat.js";
 import { StreamEngine } from "/client.js";
+import { Settings, Side } from "/panels.js";
+import * as store from "/store.js";
+import { watchTokens } from "/tokens.js";
 
 const $ = (id) => document.getElementById(id);
-const client = new StreamEngine();
 const READY_POLL_MS = 500;
-const NEAR_END_PX = 40;
+const MOST_COLUMNS = 4;
 
-/** @type {{role: "user"|"assistant", content: string}[]} */
-let history = [];
-/** The answer being written, if there is one. */
-let current = null;
+const settings = new Settings();
+const sides = { history: new Side("history"), panel: new Side("panel") };
+/** @type {StreamEngine} */
+let client;
 let ready = false;
+let watching = false;
 
-// readiness
+/**
+ * Conversations on the page: the one that is shown, and others where something is still being written.
+ * @type {Map<string, {conversation: store.Conversation, columns: Column[]}>}
+ */
+const views = new Map();
+let shown;
+
+const busy = (view) => view.columns.some((column) => column.stream);
+const everyColumn = () => [...views.values()].flatMap((view) => view.columns);
+
+// the server
+
+function connect() {
+  client?.close();
+  client = new StreamEngine(location.origin, { token: store.loadKey() || undefined });
+  client.addEventListener("state", showConnection);
+}
 
 async function watchReadiness() {
+  if (watching) return;
+  watching = true;
   for (;;) {
     const state = await readiness();
     ready = state.status === "ready";
-    $("status").dataset.state = state.status;
-    $("status-text").textContent = ready ? await modelName() : describe(state);
+    setStatus(state.status, ready ? ((await modelName()) ?? "Key needed") : describe(state));
     $("loading").hidden = state.status !== "starting";
     if (state.total > 0) $("loading").value = state.done / state.total;
     else $("loading").removeAttribute("value");
-    updateButtons();
-    if (ready) return;
+    updateControls();
+    if (ready) break;
     await new Promise((wake) => setTimeout(wake, READY_POLL_MS));
   }
+  watching = false;
 }
 
 async function readiness() {
@@ -39,8 +62,10 @@ async function readiness() {
 }
 
 async function modelName() {
-  const answer = await fetch("/v1/models");
-  return answer.ok ? (await answer.json()).data[0].id : "ready";
+  const key = store.loadKey();
+  const answer = await fetch("/v1/models", key ? { headers: { authorization: `Bearer ${key}` } } : {});
+  if (answer.status === 401) askKey(key ? "The server does not know this key." : "");
+  return answer.ok ? (await answer.json()).data[0].id : undefined;
 }
 
 function describe({ status, phase, done, total }) {
@@ -51,187 +76,249 @@ function describe({ status, phase, done, total }) {
   return { draining: "Shutting down", failed: "The engine has failed", unreachable: "Server not reachable" }[status] ?? status;
 }
 
-// conversation
-
-function addMessage(role, label) {
-  const article = document.createElement("article");
-  article.className = role;
-  article.setAttribute("aria-label", label);
-  const text = document.createElement("div");
-  text.className = "text";
-  article.append(text);
-  $("log").append(article);
-  return { article, text };
+function setStatus(state, text) {
+  $("status").dataset.state = state;
+  $("status-text").textContent = text;
 }
 
-function addLine(article, className, content) {
-  const line = document.createElement("div");
-  line.className = className;
-  line.textContent = content;
-  article.append(line);
-  return line;
+function showConnection() {
+  const lost = client.state === "waiting";
+  $("notice").hidden = !lost;
+  $("notice").textContent = lost ? "The connection was lost. What is being written goes on as soon as it is back." : "";
+  if (lost) {
+    setStatus("reconnecting", "Reconnecting…");
+    for (const column of everyColumn()) column.answer?.chart.skip();
+  } else if (client.state === "open" && client.hello) setStatus("ready", client.hello.models?.[0] ?? "ready");
 }
 
-const atEnd = () => $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < NEAR_END_PX;
-const scrollToEnd = () => ($("scroll").scrollTop = $("scroll").scrollHeight);
-
-/** One answer on the page: gathers text and paints it at most once per frame. */
-class Answer {
-  constructor() {
-    const { article, text } = addMessage("assistant", "Answer");
-    this.article = article;
-    this.node = text.appendChild(new Text());
-    this.meta = addLine(article, "meta", "Waiting…");
-    article.setAttribute("aria-busy", "true");
-    this.begun = performance.now();
-    this.first = undefined;
-    this.tokens = 0;
-    this.text = "";
-    this.unpainted = "";
-    this.frame = 0;
-  }
-
-  add({ type, text, n, phase, queue_position: position }) {
-    if (type === "progress") {
-      this.note = phase === "prefill" ? "Reading…" : position ? `Waiting, ${position} before you…` : "Waiting…";
-    } else if (type === "delta") {
-      this.first ??= performance.now();
-      this.tokens += n;
-      this.text += text;
-      this.unpainted += text;
-    }
-    this.frame ||= requestAnimationFrame(() => this.paint());
-  }
-
-  paint() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const follow = atEnd();
-    this.node.appendData(this.unpainted);
-    this.unpainted = "";
-    this.meta.textContent = this.first === undefined ? (this.note ?? "Waiting…") : this.figures(this.rate());
-    if (follow) scrollToEnd();
-  }
-
-  rate() {
-    const seconds = (performance.now() - this.first) / 1000;
-    return this.tokens > 1 && seconds > 0.1 ? (this.tokens - 1) / seconds : undefined;
-  }
-
-  figures(rate, note) {
-    const ttft = this.first === undefined ? undefined : `first token after ${Math.round(this.first - this.begun)} ms`;
-    const count = `${this.tokens} token${this.tokens === 1 ? "" : "s"}`;
-    return [note, count, rate && `${rate.toFixed(1)} tokens/s`, ttft].filter(Boolean).join(" · ");
-  }
-
-  finish(done) {
-    this.paint();
-    const note = { cancelled: "Stopped", length: "Cut at the token limit" }[done?.finish_reason];
-    this.meta.textContent = this.figures(done?.timing?.tokens_per_s ?? this.rate(), note);
-    this.article.removeAttribute("aria-busy");
-  }
-
-  fail(error) {
-    this.finish();
-    this.meta.hidden = this.tokens === 0;
-    const line = addLine(this.article, "problem", `${error.message} `);
-    line.setAttribute("role", "alert");
-    line.append(Object.assign(document.createElement("code"), { textContent: error.code ?? error.name }));
-    scrollToEnd();
-  }
+function askKey(problem) {
+  $("change-key").hidden = false;
+  $("key-problem").hidden = !problem;
+  $("key-problem").textContent = problem;
+  if (!$("key-dialog").open) $("key-dialog").showModal();
 }
 
-async function ask(question) {
-  $("welcome").hidden = true;
-  addMessage("user", "You").text.textContent = question;
-  history.push({ role: "user", content: question });
-  const conversation = history;
-  const answer = new Answer();
-  scrollToEnd();
-  try {
-    current = client.stream({
-      messages: conversation,
-      temperature: $("temperature").valueAsNumber,
-      max_tokens: $("max-tokens").valueAsNumber,
+// conversations
+
+/** @type {import("./chat.js").Host} */
+const host = {
+  start(column) {
+    const messages = column.data.turns.map(({ role, content }) => ({ role, content }));
+    if (settings.system) messages.unshift({ role: "system", content: settings.system });
+    const own = column.data.temperature === "" ? {} : { temperature: Number(column.data.temperature) };
+    return client.stream({ ...settings.request, ...own, messages });
+  },
+  display: () => settings.display,
+  changed(column) {
+    const view = views.get(column.conversation);
+    if (!view) return;
+    store.saveConversation(view.conversation, true);
+    saveStreams();
+    if (view !== shown && !busy(view)) views.delete(view.conversation.id);
+    if (column.failure?.code === "unauthorized") askKey("The server does not know this key.");
+    if (column.failure?.code === "connection_lost") watchReadiness();
+    listConversations();
+    updateControls();
+  },
+  remove(column) {
+    column.stream?.return();
+    shown.columns.splice(shown.columns.indexOf(column), 1);
+    arrange();
+  },
+};
+
+function open(conversation) {
+  if (!views.has(conversation.id)) {
+    const columns = conversation.columns.map((data) => new Column(data, conversation.id, host));
+    views.set(conversation.id, { conversation, columns });
+  }
+  return views.get(conversation.id);
+}
+
+function show(conversation) {
+  if (shown && !busy(shown)) views.delete(shown.conversation.id);
+  shown = open(conversation);
+  store.saveCurrent(conversation.id);
+  arrange();
+  for (const column of shown.columns) column.scrollToEnd();
+  $("input").focus();
+}
+
+/** The columns of the conversation, as they are now. */
+function arrange() {
+  const { conversation, columns } = shown;
+  conversation.columns = columns.map(({ data }) => data);
+  columns.forEach((column, index) => column.name(index, columns.length));
+  $("columns").replaceChildren(...columns.map(({ element }) => element));
+  $("columns").dataset.count = String(columns.length);
+  $("input").placeholder = columns.length > 1 ? "Message to every column without a prompt of its own" : "Message the model";
+  document.querySelector(".welcome")?.remove();
+  if (columns.length === 1 && !conversation.columns[0].turns.length) welcome(columns[0]);
+  store.saveConversation(conversation);
+  listConversations();
+  updateControls();
+}
+
+function welcome(column) {
+  const section = $("welcome").content.cloneNode(true);
+  for (const idea of section.querySelectorAll(".idea"))
+    idea.addEventListener("click", () => {
+      $("input").value = idea.textContent;
+      fitInput();
+      $("input").focus();
     });
-    updateButtons();
-    for await (const event of current) {
-      if (event.type === "done") answer.finish(event);
-      else answer.add(event);
-    }
-  } catch (error) {
-    answer.fail(error);
-    if (error.code === "connection_lost") {
-      ready = false;
-      watchReadiness();
-    }
+  column.scroll.prepend(section);
+}
+
+function addColumn() {
+  if (shown.columns.length >= MOST_COLUMNS) return;
+  shown.columns.push(new Column(store.newColumn(), shown.conversation.id, host));
+  arrange();
+}
+
+function listConversations() {
+  $("conversations").replaceChildren(
+    ...store.conversations().map((conversation) => {
+      const item = document.createElement("li");
+      const choose = button(conversation.title, conversation.title, () => choice(() => show(views.get(conversation.id)?.conversation ?? conversation)));
+      choose.className = "conversation";
+      if (conversation.id === shown.conversation.id) choose.setAttribute("aria-current", "true");
+      const view = views.get(conversation.id);
+      if (view && busy(view)) choose.append(make("span", "running", " ●"));
+      const remove = button("✕", "Delete", () => {
+        if (remove.textContent === "Sure?") return forget(conversation.id);
+        remove.textContent = "Sure?";
+      });
+      remove.setAttribute("aria-label", `Delete ${conversation.title}`);
+      remove.addEventListener("blur", () => (remove.textContent = "✕"));
+      item.append(choose, remove);
+      return item;
+    }),
+  );
+}
+
+/** Where the list covers the chat, a choice closes it. */
+function choice(act) {
+  if (sides.history.covers) sides.history.toggle();
+  act();
+}
+
+function forget(id) {
+  const view = views.get(id);
+  views.delete(id);
+  for (const column of view?.columns ?? []) column.stream?.return();
+  store.removeConversation(id);
+  saveStreams();
+  if (id === shown.conversation.id) show(store.conversations()[0] ?? store.newConversation());
+  else listConversations();
+}
+
+// a reload goes on where the page was left
+
+function saveStreams() {
+  const streams = [...views.values()].flatMap(({ conversation, columns }) =>
+    columns.flatMap(({ stream, answer }, column) =>
+      stream?.position.stream ? [{ conversation: conversation.id, column, position: { ...stream.position }, text: answer.text }] : [],
+    ),
+  );
+  store.saveStreams(streams);
+}
+
+function restore() {
+  const streams = store.loadStreams();
+  show(store.loadConversation(store.loadCurrent()) ?? store.newConversation());
+  for (const saved of streams) {
+    const conversation = store.loadConversation(saved.conversation);
+    const column = conversation && open(views.get(saved.conversation)?.conversation ?? conversation).columns[saved.column];
+    column?.resume(saved, client.resume(saved.position, { delivery: { values: true } }));
   }
-  // A question without an answer would put two of the user's turns in a row, which templates refuse.
-  if (answer.text) conversation.push({ role: "assistant", content: answer.text });
-  else conversation.pop();
-  current = null;
-  updateButtons();
+  for (const column of everyColumn())
+    if (!column.stream && column.data.turns.at(-1)?.role === "user") column.restoreUnanswered();
 }
 
 // controls
 
-function updateButtons() {
-  $("send").hidden = current !== null;
-  $("stop").hidden = current === null;
-  $("send").disabled = !ready || !$("input").value.trim() || !$("max-tokens").validity.valid;
-  $("reset").hidden = $("log").childElementCount === 0 || current !== null;
+function updateControls() {
+  if (!shown) return;
+  const question = $("input").value.trim();
+  const running = busy(shown);
+  const { problem } = settings;
+  $("send").hidden = running;
+  $("stop").hidden = !running;
+  $("send").disabled = !ready || Boolean(problem) || !shown.columns.some((column) => column.wants(question));
+  $("send").title = problem || "Send (Enter)";
+  $("active").textContent = problem ? ` · ${problem}` : settings.active && ` · ${settings.active}`;
+  $("active").classList.toggle("wrong", Boolean(problem));
+  $("add-column").disabled = shown.columns.length >= MOST_COLUMNS;
 }
 
 function fitInput() {
-  const follow = atEnd();
   $("input").style.height = "auto";
   $("input").style.height = `${$("input").scrollHeight}px`;
-  if (follow) scrollToEnd();
-  updateButtons();
+  updateControls();
 }
 
 function send() {
-  updateButtons();
-  if (current !== null || $("send").disabled) return;
+  updateControls();
+  if (busy(shown) || $("send").disabled) return;
   const question = $("input").value.trim();
   $("input").value = "";
   fitInput();
-  ask(question);
+  for (const column of shown.columns) if (column.wants(question)) column.ask(question);
 }
 
+const stopAll = () => shown.columns.forEach((column) => column.stop());
+const newChat = () => choice(() => show(store.newConversation()));
+
+const SHORTCUTS = {
+  KeyN: newChat,
+  KeyR: () => shown.columns.forEach((column) => column.again()),
+  KeyC: addColumn,
+  KeyH: () => sides.history.toggle(),
+  KeyP: () => sides.panel.toggle(),
+  KeyT: () => settings.nextTheme(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !$("key-dialog").open) {
+    const covering = Object.values(sides).find((side) => side.covers);
+    if (covering) covering.toggle();
+    else stopAll();
+  }
+  const shortcut = event.altKey && !event.ctrlKey && !event.metaKey && SHORTCUTS[event.code];
+  if (!shortcut || $("key-dialog").open) return;
+  event.preventDefault();
+  shortcut();
+});
+document.addEventListener("keydown", (event) => {
+  const sends = event.target === $("input") || event.target.matches?.(".column-head .own");
+  if (!sends || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-$("input").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") current?.cancel();
-});
 $("stop").addEventListener("click", () => {
-  current?.cancel();
+  stopAll();
   $("input").focus();
 });
-$("reset").addEventListener("click", () => {
-  history = [];
-  $("log").replaceChildren();
-  $("welcome").hidden = false;
-  updateButtons();
-  $("input").focus();
+$("key-form").addEventListener("submit", () => {
+  store.saveKey($("key").value.trim());
+  $("key").value = "";
+  connect();
+  watchReadiness();
 });
-for (const idea of document.querySelectorAll(".idea"))
-  idea.addEventListener("click", () => {
-    $("input").value = idea.textContent;
-    fitInput();
-    $("input").focus();
-  });
+$("change-key").addEventListener("click", () => askKey(""));
+$("new").addEventListener("click", newChat);
+$("add-column").addEventListener("click", addColumn);
+$("theme").addEventListener("click", () => settings.nextTheme());
 $("input").addEventListener("input", fitInput);
-$("temperature").addEventListener("input", () => {
-  $("temperature-value").textContent = $("temperature").valueAsNumber.toFixed(1);
-});
-$("max-tokens").addEventListener("input", updateButtons);
+settings.addEventListener("change", updateControls);
+addEventListener("pagehide", saveStreams);
 
+watchTokens($("columns"), $("tip"));
+connect();
+restore();
 watchReadiness();
