@@ -56,7 +56,7 @@ export class Chart {
     const x = (index) => ((index / (points.length - 1)) * WIDTH).toFixed(1);
     this.line.setAttribute("d", `M${points.map((value, index) => `${x(index)} ${y(value)}`).join("L")}`);
     this.middle.setAttribute("d", `M0 ${y(at(0.5))}H${WIDTH}`);
-    const text = `last ${points.length} tokens: median ${ms(at(0.5))}, 99th percentile ${ms(at(0.99))}`;
+    const text = `between tokens: median ${ms(at(0.5))} · p99 ${ms(at(0.99))}`;
     if (this.caption.textContent !== text) this.caption.textContent = this.title.textContent = text;
   }
 }

@@ -155,7 +155,7 @@ export class Column {
     this.letter = make("span", "letter");
     const prompt = make("textarea", "own");
     prompt.rows = 1;
-    prompt.placeholder = "Its own prompt, or the one below";
+    prompt.placeholder = "Its own prompt (optional)";
     prompt.setAttribute("aria-label", "Prompt of this column");
     prompt.value = this.data.prompt;
     prompt.addEventListener("input", () => {
@@ -163,13 +163,13 @@ export class Column {
       this.host.changed(this);
     });
     const temperature = make("input", "own");
-    Object.assign(temperature, { type: "number", min: "0", max: "2", step: "0.1", placeholder: "temp.", value: this.data.temperature });
+    Object.assign(temperature, { type: "number", min: "0", max: "2", step: "0.1", placeholder: "temperature", value: this.data.temperature });
     temperature.setAttribute("aria-label", "Temperature of this column");
     temperature.title = "Temperature of this column; empty: as in the settings";
     temperature.addEventListener("input", () => (this.data.temperature = temperature.validity.valid ? temperature.value : ""));
     const close = button("✕", "Remove this column", () => this.host.remove(this));
     close.setAttribute("aria-label", "Remove this column");
-    this.head.append(this.letter, prompt, temperature, close);
+    this.head.append(this.letter, temperature, close, prompt);
     return this.head;
   }
 }

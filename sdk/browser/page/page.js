@@ -151,7 +151,7 @@ function arrange() {
   columns.forEach((column, index) => column.name(index, columns.length));
   $("columns").replaceChildren(...columns.map(({ element }) => element));
   $("columns").dataset.count = String(columns.length);
-  $("input").placeholder = columns.length > 1 ? "Message to every column without a prompt of its own" : "Message the model";
+  $("input").placeholder = columns.length > 1 ? "Message all columns" : "Message the model";
   document.querySelector(".welcome")?.remove();
   if (columns.length === 1 && !conversation.columns[0].turns.length) welcome(columns[0]);
   store.saveConversation(conversation);
@@ -184,7 +184,7 @@ function listConversations() {
       choose.className = "conversation";
       if (conversation.id === shown.conversation.id) choose.setAttribute("aria-current", "true");
       const view = views.get(conversation.id);
-      if (view && busy(view)) choose.append(make("span", "running", " ●"));
+      if (view && busy(view)) item.append(make("span", "running", "●"));
       const remove = button("✕", "Delete", () => {
         if (remove.textContent === "Sure?") return forget(conversation.id);
         remove.textContent = "Sure?";
@@ -247,7 +247,7 @@ function updateControls() {
   $("stop").hidden = !running;
   $("send").disabled = !ready || Boolean(problem) || !shown.columns.some((column) => column.wants(question));
   $("send").title = problem || "Send (Enter)";
-  $("active").textContent = problem ? ` · ${problem}` : settings.active && ` · ${settings.active}`;
+  $("active").textContent = problem || settings.active;
   $("active").classList.toggle("wrong", Boolean(problem));
   $("add-column").disabled = shown.columns.length >= MOST_COLUMNS;
 }

@@ -27,8 +27,8 @@ export class Settings extends EventTarget {
     this.#form.addEventListener("input", () => this.#changed());
     this.#form.addEventListener("submit", (event) => event.preventDefault());
     $("defaults").addEventListener("click", () => {
-      const sampling = this.#form.querySelectorAll("details:first-of-type :is(input, textarea)");
-      for (const field of sampling) field.value = field.defaultValue;
+      this.#form.reset();
+      $("schema").value = JSON.stringify(EXAMPLE, null, 2);
       this.#changed();
     });
     this.#show();
