@@ -1,225 +1,304 @@
 /**
- * Token streams from a streamengine server: one socket, many streams, no build step.
+ * Token streams from a streamengine server: many on one socket, and they outlive it. No build step.
  *
- *     const client = new StreamEngine();
- *     for await (const event of client.stream({ prompt: "Once upon a time" }))
+ *     for await (const event of new StreamEngine().stream({ prompt: "Once upon a time" }))
  *       if (event.type === "delta") document.body.append(event.text);
  *
  * Leaving the loop, `stream.cancel()` or an AbortSignal stops the work on the server too.
  *
- * @typedef {{type: "accepted", stream: string, model?: string}} Accepted
- * @typedef {{type: "progress", phase: "queued"|"prefill"|"decode"|"tool", queue_position?: number,
- *   prompt_tokens?: number, prefilled_tokens?: number}} Progress
- * @typedef {{type: "delta", seq: number, n: number, text: string, tokens?: number[]}} Delta
- * @typedef {{type: "done", seq: number, finish_reason: string, cause?: string, stop_sequence?: string,
- *   usage: {prompt_tokens: number, completion_tokens: number, total_tokens: number},
- *   timing?: {ttft_ms?: number, total_ms?: number, tokens_per_s?: number}}} Done
- * @typedef {{messages?: {role: string, content: string}[], prompt?: string, token_ids?: number[],
- *   max_tokens?: number, temperature?: number, top_p?: number, top_k?: number, min_p?: number, seed?: number,
- *   stop?: string[], timeouts?: object, delivery?: object}} Request exactly one of the first three
+ * @import {Hello, Options, Position, Refusal, Request, State, TokenStream} from "./types.d.ts"
  */
 
-const PROTOCOL = "streamengine.v1";
-const EVENTS = new Set(["accepted", "progress", "delta", "done"]);
-const END = { done: true, value: undefined };
+const EVENTS = ["accepted", "progress", "delta", "value", "done"];
+const COME_BACK = [1001, 1005, 1006, 1011, 1012, 1013];
+const WAKING = ["visibilitychange", "online", "pageshow"];
+const GIVE_UP_MS = 60_000;
 
-/** `code` is the server's, `connection_lost`, `protocol_error` or `message_too_large`. */
+/** `code` is the server's, or `connection_lost`, `stream_lost`, `protocol_error`, `message_too_large`. */
 export class StreamEngineError extends Error {
-  constructor(code, message, { param, status, retryable = false } = {}) {
+  /** @param {string} code @param {string} message @param {Refusal} [details] */
+  constructor(code, message, details = {}) {
     super(message);
-    Object.assign(this, { name: "StreamEngineError", code, param, status, retryable });
+    this.name = "StreamEngineError";
+    this.code = code;
+    this.param = details.param;
+    this.retryable = details.retryable ?? false;
+    this.details = details;
   }
 }
 
-export class StreamEngine {
-  #url;
-  #connection;
+/** Fires `state` when its state has changed. */
+export class StreamEngine extends EventTarget {
+  /** @type {State} */ state = "idle";
+  /** @type {Hello|undefined} */ hello;
+  #link;
   #count = 0;
 
-  /** @param {string|URL} [url] the page's own by default */
-  constructor(url = globalThis.location?.origin) {
-    this.#url = new URL(url);
-    this.#url.protocol = this.#url.protocol.replace("http", "ws");
-    if (this.#url.pathname === "/") this.#url.pathname = "/v1/stream";
+  /** @param {string|URL} [url] the page's own by default @param {{token?: string}} [options] an API key */
+  constructor(url = globalThis.location?.origin, { token } = {}) {
+    super();
+    const address = new URL(url);
+    address.protocol = address.protocol.replace("http", "ws");
+    if (address.pathname === "/") address.pathname = "/v1/stream";
+    this.#link = openLink(address, token, (state, hello = this.hello) => {
+      Object.assign(this, { state, hello });
+      this.dispatchEvent(new Event("state"));
+    });
   }
 
   /**
    * The last event is `Done`; a failure is thrown.
-   * @param {Request} request
-   * @param {{signal?: AbortSignal}} [options]
-   * @returns {Stream}
+   * @param {Request} request @param {Options} [options] @returns {TokenStream}
    */
-  stream(request, { signal } = {}) {
-    signal?.throwIfAborted();
-    if (!this.#connection?.usable) this.#connection = new Connection(this.#url);
-    const delivery = { coalesce_ms: 25, ...request.delivery };
-    return new Stream(this.#connection, { ...request, delivery, type: "generate", id: `r${++this.#count}` }, signal);
+  stream(request, options) {
+    const key = crypto.getRandomValues(new Uint32Array(4)).join("-");
+    return this.#start({ stream: "", seq: 0 }, { delivery: request.delivery, ...options }, { key, ...request });
   }
 
+  /**
+   * Go on with a stream that another page or client began.
+   * @param {Position} position @param {Options} [options] @returns {TokenStream}
+   */
+  resume(position, options) {
+    return this.#start(position, options);
+  }
+
+  /** Cancels what is open. */
   close() {
-    this.#connection?.close();
+    this.#link.close();
+  }
+
+  /** @param {Position} position @param {Options} [options] @param {Request} [request] */
+  #start(position, { signal, delivery } = {}, request) {
+    signal?.throwIfAborted();
+    return openStream(this.#link, `r${++this.#count}`, position, delivery, request, signal);
   }
 }
 
-/** @implements {AsyncIterableIterator<Accepted|Progress|Delta|Done>} */
-class Stream {
-  #connection;
-  #id;
-  #queue = [];
-  #waiting = [];
-  #ended = false;
-  #error;
-  #seq = 0;
-  #bytes = 0;
-  #crc = 0;
-  #signal;
-  #abort = () => this.#stop(this.#signal.reason);
+/** One stream, whichever connection shows it. `at` is what its reader has taken. */
+function openStream(link, id, position, wishes, request, signal) {
+  const delivery = { coalesce_ms: 25, window: 256, ...wishes };
+  const at = position.seq ? { ...position } : { ...position, bytes: 0, crc32: 0 };
+  /** @type {any} */ const whole = { text: "", reasoning: "" };
+  const queue = [];
+  let seq, acked, connection, epoch, ended, error, cancelled, wake;
 
-  constructor(connection, request, signal) {
-    this.#connection = connection;
-    this.#id = request.id;
-    this.#signal = signal;
-    connection.open(this, request);
-    signal?.addEventListener("abort", this.#abort);
+  /** Ask `to` to show it. What was not taken comes again. */
+  function open(to) {
+    const { hello } = (connection = to);
+    if (at.stream && (epoch ??= hello.epoch) !== hello.epoch) {
+      if (at.seq || !request) return end(fault("stream_lost", "the server has restarted"));
+      at.stream = ""; // nothing was seen of it: it can begin again
+    }
+    queue.length = 0;
+    acked = seq = at.seq;
+    const ask = at.stream ? { type: "attach", stream: at.stream, after: seq } : { ...request, type: "generate" };
+    const text = JSON.stringify({ ...ask, id, delivery });
+    const most = hello.limits.max_message_bytes;
+    if (new Blob([text]).size > most) return end(fault("message_too_large", `more than ${most} bytes`));
+    connection.streams.set(id, stream);
+    connection.send(text);
+    if (cancelled) cancel();
   }
 
-  [Symbol.asyncIterator]() {
-    return this;
+  function receive(event) {
+    const { type } = event;
+    if (type === "delta") event.n ??= 1;
+    const after = { accepted: event.after, delta: event.seq - event.n, done: event.seq - 1 }[type] ?? seq;
+    if (after !== seq) return stop(fault("protocol_error", `${type} goes on after ${after}, not ${seq}`));
+    if (type === "accepted") {
+      at.stream = event.stream;
+      epoch = connection.hello.epoch;
+    } else if (type === "delta") seq = event.seq;
+    else if (type === "progress" && queue.at(-1)?.type === type) queue.pop();
+    queue.push(event);
+    type === "done" ? end() : wake?.();
   }
 
-  async next() {
-    const value = this.#queue.shift();
-    if (value) return { done: false, value };
-    if (!this.#ended) return new Promise((resolve, reject) => this.#waiting.push({ resolve, reject }));
-    const error = this.#error;
-    this.#error = undefined;
+  function take(event) {
+    const { type, text, channel = "text", check } = event;
+    if (type === "delta") {
+      const bytes = new TextEncoder().encode(text);
+      at.seq = event.seq;
+      at.bytes += bytes.length;
+      at.crc32 = crc32(bytes, at.crc32);
+      whole[channel] += text;
+      if (at.seq - acked >= delivery.window / 2) say("ack", { seq: (acked = at.seq) });
+    } else if (type === "done") {
+      whole.done = event;
+      if (at.bytes >= 0 && (check.bytes !== at.bytes || check.crc32 !== at.crc32))
+        throw fault("protocol_error", "text was lost");
+    }
+    return event;
+  }
+
+  /** An error that is not the stream's own end leaves it running, to be asked for again. */
+  function refuse(why) {
+    const { code, details } = why;
+    link.forget(stream);
+    const again = details.retryable && at.stream && (!details.stream || code === "slow_consumer");
+    again ? setTimeout(() => ended || link.show(stream), details.retry_after_ms ?? 1000) : end(why);
+  }
+
+  function end(why) {
+    ended = true;
+    error = why;
+    signal?.removeEventListener("abort", abort);
+    link.forget(stream);
+    wake?.();
+  }
+
+  function stop(why) {
+    if (ended) return;
+    cancel();
+    queue.length = 0;
+    end(why);
+  }
+
+  async function* events() {
+    while (queue.length || !ended)
+      if (queue.length) yield take(queue.shift());
+      else await new Promise((resolve) => (wake = resolve));
     if (error) throw error;
-    return END;
   }
 
-  /** What `break` calls: cancel, and wait for nothing. */
-  async return(value) {
-    this.#stop();
-    return { done: true, value };
+  async function result() {
+    for await (const _ of stream);
+    return whole;
   }
 
-  /** Ask the server to stop; `Done` with finish_reason "cancelled" still comes. */
-  cancel() {
-    if (!this.#ended) this.#connection.send({ type: "cancel", id: this.#id });
+  const say = (type, more) => connection?.send(JSON.stringify({ type, id, ...more }));
+  const cancel = () => say("cancel", (cancelled = true));
+  const abort = () => stop(signal.reason);
+  const text = async () => (await result()).text;
+  const leave = async (value) => (stop(undefined), { done: true, value }); // what `break` calls
+  const inner = { id, position: at, open, receive, refuse, end };
+  const stream = Object.assign(events(), inner, { cancel, result, text, return: leave });
+  signal?.addEventListener("abort", abort);
+  link.show(stream);
+  return stream;
+}
+
+/** One socket for all that is new, and the next one for the streams of those that were lost. */
+function openLink(address, token, report) {
+  const protocols = ["streamengine.v1"];
+  if (token) protocols.push(`streamengine.auth.${base64url(token)}`);
+  const connections = new Set();
+  const waiting = new Set();
+  let current, retry;
+  let tries = 0;
+  let good = 0;
+
+  function connect() {
+    retry = clearTimeout(retry);
+    const socket = new WebSocket(address, protocols);
+    const streams = new Map();
+    const send = (text) => socket.readyState === 1 && socket.send(text);
+    const connection = (current = { streams, send, end, probe, hello: /** @type {Hello|undefined} */ (undefined) });
+    let timer, due;
+
+    function receive(message) {
+      const { type, id, ref } = message;
+      const stream = streams.get(id ?? ref);
+      if (type === "batch") message.events.forEach(receive);
+      else if (type === "hello") {
+        connection.hello = message;
+        send('{"type":"init","client":"client.js","batch":true}');
+        tries = 0;
+        good = Date.now();
+        report("open", message);
+        flush();
+      } else if (type === "goaway") leave(connection);
+      else if (type === "error") {
+        const error = fault(message.code, message.message, message);
+        if (message.fatal) end(error);
+        else if (id || !stream?.position.stream) stream?.refuse(error);
+      } else if (EVENTS.includes(type)) stream?.receive(message);
+    }
+
+    /** The server says something every heartbeat_s: much longer silence is death. */
+    function watch(ms = 2500 * (connection.hello?.limits.heartbeat_s ?? 4)) {
+      clearTimeout(timer);
+      due = Date.now() + ms;
+      timer = setTimeout(end, ms, fault("connection_lost", "silence"), true);
+    }
+
+    /** Whoever slept may have lost it without knowing. */
+    function probe() {
+      send('{"type":"ping"}');
+      watch(due < Date.now() ? 0 : 4000);
+    }
+
+    /** A socket that is closed without a code leaves its streams running. */
+    function end(error, again, code) {
+      clearTimeout(timer);
+      socket.onmessage = socket.onclose = null;
+      socket.close(code);
+      connections.delete(connection);
+      const orphans = [...streams.values(), ...(leave(connection) ? waiting : [])];
+      for (const stream of orphans) again && Date.now() < good + GIVE_UP_MS ? waiting.add(stream) : stream.end(error);
+      if (!current && waiting.size) retry ??= setTimeout(connect, Math.random() * Math.min(8000, 250 * 2 ** tries++));
+      current ? flush() : report(retry ? "waiting" : "idle");
+    }
+
+    report("connecting");
+    connections.add(connection);
+    socket.onclose = ({ code, reason }) => end(fault("connection_lost", `${code} ${reason}`), COME_BACK.includes(code));
+    socket.onmessage = ({ data }) => {
+      watch();
+      receive(JSON.parse(data));
+    };
+    watch();
   }
 
-  push(event) {
-    if (event.type === "delta") event.n ??= 1;
-    const fault = this.#check(event);
-    if (fault) return this.#stop(new StreamEngineError("protocol_error", fault));
-    const last = this.#queue.at(-1);
-    if (event.type === "delta" && last?.type === "delta") {
-      // A slow loop gets larger deltas, not more.
-      last.seq = event.seq;
-      last.n += event.n;
-      last.text += event.text;
-      last.tokens?.push(...event.tokens);
-    } else if (this.#waiting.length) this.#waiting.shift().resolve({ done: false, value: event });
-    else this.#queue.push(event);
-    if (event.type === "done") this.end();
-  }
-
-  end(error) {
-    if (this.#ended) return;
-    this.#ended = true;
-    this.#error = error;
-    this.#signal?.removeEventListener("abort", this.#abort);
-    this.#connection.forget(this.#id);
-    if (this.#waiting.length) this.#error = undefined;
-    for (const { resolve, reject } of this.#waiting.splice(0)) error ? reject(error) : resolve(END);
-  }
-
-  #stop(error) {
-    this.cancel();
-    this.#queue = [];
-    this.end(error);
-  }
-
-  #check(event) {
-    if (event.type === "delta") {
-      if (event.seq - event.n !== this.#seq) return `${event.n} tokens to ${event.seq} came after ${this.#seq}`;
-      this.#seq = event.seq;
-      const bytes = new TextEncoder().encode(event.text);
-      this.#bytes += bytes.length;
-      this.#crc = crc32(bytes, this.#crc);
-    } else if (event.type === "done") {
-      if (event.seq !== this.#seq + 1) return `the end is ${event.seq}, after token ${this.#seq}`;
-      if (event.check.bytes !== this.#bytes || event.check.crc32 !== this.#crc) return "text was lost";
+  function flush() {
+    if (!current?.hello) return;
+    for (const stream of waiting) {
+      waiting.delete(stream);
+      stream.open(current);
     }
   }
+
+  function leave(connection) {
+    if (connection !== current) return false;
+    current = undefined;
+    return true;
+  }
+
+  function show(stream) {
+    waiting.add(stream);
+    good = Date.now();
+    if (!current && !retry) connect();
+    flush();
+  }
+
+  function wake() {
+    if (globalThis.document?.hidden) return;
+    retry ? connect() : current?.probe();
+  }
+
+  for (const type of WAKING) globalThis.addEventListener?.(type, wake);
+  return {
+    show,
+    forget(stream) {
+      waiting.delete(stream);
+      for (const { streams } of connections) streams.delete(stream.id);
+    },
+    close() {
+      for (const type of WAKING) globalThis.removeEventListener?.(type, wake);
+      const error = fault("connection_lost", "closed here");
+      for (const connection of connections) connection.end(error, false, 1000);
+      for (const stream of waiting) stream.end(error);
+      retry = clearTimeout(retry);
+    },
+  };
 }
 
-class Connection {
-  #socket;
-  #streams = new Map();
-  #unsent = [];
-  #limits = { max_message_bytes: Infinity };
-  #timer;
-  usable = true;
+const fault = (code, message, details) => new StreamEngineError(code, message, details);
 
-  constructor(url) {
-    this.#socket = new WebSocket(url, PROTOCOL);
-    this.#socket.onopen = () => this.#unsent.splice(0).forEach((text) => this.#socket.send(text));
-    this.#socket.onmessage = ({ data }) => this.#receive(JSON.parse(data));
-    this.#socket.onclose = ({ code, reason }) => this.#lost(`connection closed: ${code} ${reason}`);
-  }
-
-  open(stream, request) {
-    const bytes = new Blob([JSON.stringify(request)]).size;
-    const most = this.#limits.max_message_bytes;
-    if (bytes > most) throw new StreamEngineError("message_too_large", `${bytes} bytes, at most ${most}`);
-    this.#streams.set(request.id, stream);
-    this.send(request);
-  }
-
-  send(message) {
-    const text = JSON.stringify(message);
-    if (this.#socket.readyState === WebSocket.CONNECTING) this.#unsent.push(text);
-    else if (this.#socket.readyState === WebSocket.OPEN) this.#socket.send(text);
-  }
-
-  forget(id) {
-    this.#streams.delete(id);
-  }
-
-  close() {
-    this.#socket.close(1000);
-    this.#lost("closed here");
-  }
-
-  #receive(message) {
-    if (message.type === "hello") this.#limits = message.limits;
-    if (message.type === "goaway") this.usable = false;
-    this.#watch();
-    if (message.type === "error") {
-      const error = new StreamEngineError(message.code, message.message, message);
-      if (message.fatal) this.#lost(message.message, error);
-      this.#streams.get(message.id ?? message.ref)?.end(error);
-    } else if (EVENTS.has(message.type)) this.#streams.get(message.id)?.push(message);
-  }
-
-  /** The server says something every heartbeat_s: much longer silence is death. */
-  #watch() {
-    clearTimeout(this.#timer);
-    const wait = 2500 * this.#limits.heartbeat_s;
-    const due = Date.now() + wait;
-    // A timer that fires late was asleep with its tab, and so were the messages.
-    const check = () => (Date.now() > due + wait / 2 ? this.#watch() : this.#lost("silence"));
-    this.#timer = setTimeout(check, wait);
-  }
-
-  #lost(reason, error = new StreamEngineError("connection_lost", reason, { retryable: true })) {
-    clearTimeout(this.#timer);
-    this.usable = false;
-    this.#socket.close();
-    for (const stream of [...this.#streams.values()]) stream.end(error);
-  }
-}
+const SAFE = { "+": "-", "/": "_", "=": "" };
+const base64url = (text) =>
+  btoa(String.fromCharCode(...new TextEncoder().encode(text))).replace(/[+/=]/g, (character) => SAFE[character]);
 
 const TABLE = Uint32Array.from({ length: 256 }, (_, n) => {
   for (let bit = 0; bit < 8; bit++) n = n & 1 ? (n >>> 1) ^ 0xedb88320 : n >>> 1;

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from streamengine_sdk import wire
 from streamengine_sdk.errors import (
@@ -50,7 +51,9 @@ class Protocol:
         self._heard_at = now
         self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
         self._waiting: list[Feed] = []
-        self.post(wire.Init(client="streamengine-sdk", token=token or UNSET, batch=True))
+        init = wire.Init(client="streamengine-sdk", batch=True)
+        # What is shown in traces does not hold the token.
+        self._say(wire.encode(replace(init, token=token or UNSET)), init)
 
     @property
     def usable(self) -> bool:

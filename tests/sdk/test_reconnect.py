@@ -327,19 +327,29 @@ async def test_a_stream_of_another_process_is_resumed_and_cancelled_like_ones_ow
             assert caught.value.param == field
 
 
-async def test_a_token_is_in_the_header_and_in_init_and_batches_are_welcome(server: ScriptedServer) -> None:
+async def test_a_token_is_in_the_header_and_in_init_but_in_no_trace(server: ScriptedServer) -> None:
+    traces: list[Trace] = []
     async with (
-        AsyncClient("http://scripted", token="s3cret", transport=server) as client,
-        client.stream("hi") as stream,
+        AsyncClient("http://scripted", token="s3cret", transport=server, on_event=traces.append) as client,
+        client.stream("hi"),
     ):
         peer = await server.peer()
-        answer = await peer.request()
+        await peer.request()
         assert peer.init == wire.Init(client="streamengine-sdk", token="s3cret", batch=True)
         assert server.endpoints[0].headers == {"Authorization": "Bearer s3cret"}
+    assert any(isinstance(trace.message, wire.Init) for trace in traces)
+    assert "s3cret" not in repr(traces)
+
+
+async def test_several_messages_in_one_frame_are_several_messages(server: ScriptedServer, client: AsyncClient) -> None:
+    async with client, client.stream("hi") as stream:
+        peer = await server.peer()
+        answer = await peer.request()
         accepted = wire.Accepted(id=answer.id, stream="st_0123456789abcdef", after=0)
         deltas = [wire.Delta(id=answer.id, seq=seq, text="x") for seq in (1, 2)]
         peer.say(wire.Batch(events=[accepted, wire.Heartbeat(), *deltas]))
         assert [await anext(stream) for _ in deltas] == deltas
+        assert stream.stream_id == "st_0123456789abcdef"
 
 
 async def test_a_server_that_asks_for_a_token_gets_on_with_one_that_sent_it(server: ScriptedServer) -> None:
