@@ -19,12 +19,13 @@ from torch import Tensor
 from compiled import batch as batches
 from compiled import pieces
 from compiled.attention.base import Attention, AttentionSpec
-from compiled.attention.cpu import CpuAttention, KernelUnavailable, load_kernel
+from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.reference import ReferenceAttention
 from compiled.kv_store import KVShape, KVStore, size_pool
 from compiled.logprobs import logprobs
 from compiled.memory import peak_of
 from compiled.model import DTYPES, LoadedModel, load, work_of
+from compiled.native import KernelUnavailable
 from compiled.sampler import sample
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 from compiled.weights import Report, cache_folder, resolve
@@ -180,14 +181,14 @@ class _Layers:
         self._attention = attention
         self._next = 0
 
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        self._attention.run(q_THD, k_TKD, v_TKD, layer, out_THD)
-        return out_THD
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype)
+        self._attention.run(q_THD, k_TKD, v_TKE, layer, out_THE, sinks_H)
+        return out_THE
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         self._next += 1
-        return self.attend(query, key, value, self._next - 1)
+        return self.attend(query, key, value, self._next - 1, sinks)
 
 
 def build_runner(
