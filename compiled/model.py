@@ -24,28 +24,29 @@ from compiled.weights import read_json, vocabulary_size
 ATTENTION = "streamengine_paged"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal", "sliding_window"}
-"""Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass
-(``is_causal`` and ``sliding_window`` are looked at by value). Any other that is not None is refused by name."""
+HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal"}
+HARMLESS |= {"sliding_window", "softcap"}
+"""Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass, or that
+`_Probe.ask` looks at by value. Any other that is not None is refused by name."""
 
 
 class PagedAttention(Protocol):
     """What stands in for the attention of every layer in an uncompiled run; called in layer order."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """``q_THD, k_TKD, v_TKD`` → ``out_THD``."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """``q_THD, k_TKD, v_TKE, scale, sinks_H`` → ``out_THE``."""
         ...
 
 
 @torch.library.custom_op("streamengine::attention", mutates_args=())
-def attention_op(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def attention_op(q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
     """Where a traced graph is cut. It carries no layer: the order of the cuts is the order of the layers."""
     raise RuntimeError("streamengine::attention marks a cut in a traced graph and is never executed")
 
 
 @attention_op.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TKD.shape[2])
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TKE.shape[2])
 
 
 def _attend(
@@ -56,18 +57,19 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     paged: PagedAttention | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, D]``."""
-    q_THD, k_TKD, v_TKD = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, E]``. ``s_aux`` are sinks [H]."""
+    q_THD, k_TKD, v_TKE = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     if paged is None:
-        out_THD = attention_op(q_THD, k_TKD, v_TKD)
+        out_THE = attention_op(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
         if isinstance(paged, _Probe):
             paged.ask(module, attention_mask, kwargs)
-        out_THD = paged(q_THD, k_TKD, v_TKD, scale)
-    return out_THD.unsqueeze(0), None
+        out_THE = paged(q_THD, k_TKD, v_TKE, scale, s_aux)
+    return out_THE.unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -171,15 +173,26 @@ class _Probe:
         self.layers: list[AttentionSpec] = []
         self._max_model_len = max_model_len
         self._window: int | None = None
+        self._soft_cap: float | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        heads, size = query.shape[1:]
-        if value.shape[-1] != size:
-            raise LoadError(f"head size {size} of keys and {value.shape[-1]} of values differ: not supported yet")
-        if size % 8:
-            raise LoadError(f"head size {size} is not a multiple of 8")
-        self.layers.append(AttentionSpec(heads, key.shape[1], size, scale, self._window))
-        return torch.zeros_like(query)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        heads, size, value_size = query.shape[1], query.shape[2], value.shape[2]
+        for each in (size, value_size):
+            if each % 8:
+                raise LoadError(f"head size {each} is not a multiple of 8")
+        self.layers.append(
+            AttentionSpec(
+                heads,
+                key.shape[1],
+                size,
+                scale,
+                self._window,
+                None if value_size == size else value_size,
+                self._soft_cap,
+                sinks is not None,
+            )
+        )
+        return query.new_zeros(*query.shape[:2], value_size)
 
     def ask(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         """Note the next call's window. LoadError for an argument that would change the result and that no
@@ -191,6 +204,7 @@ class _Probe:
             raise LoadError(f"{name} is not causal: only decoders are supported")
         window = kwargs.get("sliding_window")  # one that holds the whole context is none
         self._window = None if window is None or window >= self._max_model_len else window
+        self._soft_cap = kwargs.get("softcap")
         for key, value in kwargs.items():
             if key not in HARMLESS and value is not None and value is not False:
                 raise LoadError(f"{name} asks its attention for {key!r}, which is not supported yet")

@@ -90,7 +90,6 @@ def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("gemma2", {}, "softcap"),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
