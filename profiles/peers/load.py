@@ -1,12 +1,14 @@
 """A client of OpenAI's streamed completions that many of us can afford to run beside the server it measures."""
 
 import asyncio
+import itertools
 import json
 import statistics
 import time
 from dataclasses import dataclass
 
-WORDS = "the quick brown fox jumps over a lazy dog while rain falls on old stone bridges near the quiet harbour".split()
+TEXT = "the quick brown fox jumps over a lazy dog while rain falls on old stone bridges near the quiet harbour"
+WORDS = TEXT.split()
 PROMPT_WORDS = 100
 ANSWER_TOKENS = 48
 
@@ -26,7 +28,7 @@ async def load(port: int, model: str, streams: int, rounds: int) -> dict[str, fl
     lanes = [_lane(port, model, streams * 1000 + lane, rounds) for lane in range(streams)]
     answers = [answer for lane in await asyncio.gather(*lanes) for answer in lane]
     seconds = time.perf_counter() - started
-    gaps = [after - before for answer in answers for before, after in zip(answer.pieces, answer.pieces[1:])]
+    gaps = [after - before for answer in answers for before, after in itertools.pairwise(answer.pieces)]
     first = [answer.pieces[0] - answer.sent for answer in answers]
     return {
         "tokens_per_s": sum(answer.tokens for answer in answers) / seconds,
