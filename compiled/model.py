@@ -143,10 +143,6 @@ def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, .
             f"{type(module).__name__} made {len(seen.layers)} attention calls for {layers} layers: "
             "only models in which every layer is one softmax attention are supported"
         )
-    if len(set(seen.layers)) > 1:
-        windows = sorted({layer.window or 0 for layer in seen.layers})
-        what = f"windows {windows} (0: none)" if len(windows) > 1 else "shapes"
-        raise LoadError(f"{type(module).__name__} mixes attention {what} in its layers, which is not supported yet")
     return tuple(seen.layers)
 
 
@@ -177,9 +173,6 @@ class _Probe:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         heads, size, value_size = query.shape[1], query.shape[2], value.shape[2]
-        for each in (size, value_size):
-            if each % 8:
-                raise LoadError(f"head size {each} is not a multiple of 8")
         self.layers.append(
             AttentionSpec(
                 heads,

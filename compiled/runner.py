@@ -20,8 +20,9 @@ from compiled import batch as batches
 from compiled import pieces
 from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
+from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
-from compiled.kv_store import KVShape, KVStore, size_pool
+from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
 from compiled.memory import peak_of
 from compiled.model import DTYPES, LoadedModel, load, work_of
@@ -76,7 +77,7 @@ class CpuRunner:
 
     depth = 1
 
-    def __init__(self, model: LoadedModel, run: Forward, attention: Callable[[KVStore], Attention]) -> None:
+    def __init__(self, model: LoadedModel, run: Forward, attention: Callable[[KVStore], ModelAttention]) -> None:
         self.model: ModelSpec = model.spec
         self._run = run
         self._make_attention = attention
@@ -123,7 +124,7 @@ class CpuRunner:
             self._store.copy(source, target)
         batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
         self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
-        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
+        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
         # Without the rows that pad the step and the ids that pad the head.
         return batch, logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
@@ -174,17 +175,12 @@ def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
     return rows if any(rows) else ()
 
 
-class _Layers:
-    """One planned attention as the forward pass sees it; uncompiled layers come in order, without a number."""
+class _InOrder:
+    """A planned attention for an uncompiled forward pass, whose layers come in order and without a number."""
 
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
+    def __init__(self, attention: ModelAttention) -> None:
+        self.attend = attention.attend
         self._next = 0
-
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
-        out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype)
-        self._attention.run(q_THD, k_TKD, v_TKE, layer, out_THE, sinks_H)
-        return out_THE
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         self._next += 1
@@ -245,24 +241,28 @@ def _forward(model: LoadedModel, eager: bool, report: Report) -> Forward:
     return program
 
 
-def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], Attention]:
+def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], ModelAttention]:
     asked = "reference" if options.eager and options.attention == "auto" else options.attention
     kernels = cache_folder() / "kernels"
     backend, reason = pick_attention(asked, kernels)
-    if reason:
+    missing = {spec: CpuAttention.lacks(spec) for spec in layers} if backend == "cpu" else {}
+    if reason := reason or next(filter(None, missing.values()), ""):
         log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
-    spec = layers[0]
-    if backend == "reference":
-        return lambda store: ReferenceAttention(spec, store.layers)
-    return lambda store: CpuAttention(spec, store.layers, load_kernel(kernels), threads=options.threads)
+
+    def make(spec: AttentionSpec, views: Views) -> Attention:
+        if backend == "reference" or missing[spec]:
+            return ReferenceAttention(spec, views)
+        return CpuAttention(spec, views, load_kernel(kernels), threads=options.threads)
+
+    return lambda store: ModelAttention(layers, store.layers, make)
 
 
 def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> None:
     """Measure the peak of a full step on a small pool, then make the real one."""
-    spec = model.layers[0]
-    shape = KVShape(
-        len(model.layers), options.page_size, spec.num_kv_heads, spec.head_dim, model.module.dtype, spec.window
-    )
+    layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in model.layers)
+    windows = {spec.window for spec in model.layers}
+    window = windows.pop() if len(windows) == 1 else None
+    shape = KVShape(layers, options.page_size, model.module.dtype, window)
     runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
     step = _full_step(options)
     step_bytes = peak_of(lambda: runner.submit(step))

@@ -149,8 +149,15 @@ class Attention(ABC):
 
     name: ClassVar[str]
 
+    @classmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        """What of ``spec`` this backend cannot do, in words; None: it can do all of it."""
+        return None
+
     def __init__(self, spec: AttentionSpec, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """ValueError if the views do not fit ``spec`` or each other."""
+        """ValueError if the views do not fit ``spec`` or each other, or the backend `lacks` something."""
+        if missing := self.lacks(spec):
+            raise ValueError(f"{self.name} attention has no {missing}")
         if not layers:
             raise ValueError("layers is empty")
         for number, pair in enumerate(layers):
@@ -175,7 +182,12 @@ class Attention(ABC):
         ValueError if the tables contradict themselves or the cache; nothing is planned then.
         """
         self._planned = None
-        plan = make_plan(qo_indptr, kv_indptr, kv_indices, kv_last_page_len, pages=self.pages, page_size=self.page_size)
+        tables = (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        self.take(make_plan(*tables, pages=self.pages, page_size=self.page_size))
+
+    def take(self, plan: Plan) -> None:
+        """`plan` with tables that were checked before, for a cache of as many pages of the same size."""
+        self._planned = None
         self._prepare(plan)
         self._planned = plan
 

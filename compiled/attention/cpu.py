@@ -59,6 +59,14 @@ class CpuAttention(Attention):
 
     name = "cpu"
 
+    @classmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        if spec.head_dim % 8:
+            return f"head_dim {spec.head_dim} (it must be a multiple of 8)"
+        if spec.value_size != spec.head_dim or spec.soft_cap is not None or spec.sinks:
+            return f"value_dim, soft_cap or sinks: {spec}"
+        return None
+
     def __init__(
         self,
         spec: AttentionSpec,
@@ -68,10 +76,6 @@ class CpuAttention(Attention):
     ) -> None:
         """``threads`` defaults to torch's at this time; ``kernel`` to `load_kernel`, with its exception."""
         super().__init__(spec, layers)
-        if spec.head_dim % 8:
-            raise ValueError(f"head_dim {spec.head_dim} is no multiple of 8")
-        if spec.value_size != spec.head_dim or spec.soft_cap is not None or spec.sinks:
-            raise ValueError(f"the kernel has no value_dim, soft_cap or sinks: {spec}")
         if self.device.type != "cpu":
             raise ValueError(f"KV cache is on {self.device}, not on the CPU")
         threads = torch.get_num_threads() if threads is None else threads

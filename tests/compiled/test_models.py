@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compiled.runner import CpuRunner, RunnerOptions, build_runner
-from compiled.step import PADDING_PAGE, LoadError, Row, Sampling, Step
+from compiled.step import PADDING_PAGE, Row, Sampling, Step
 from tests.compiled import tiny
 
 SUPPORTED = ["llama", "qwen3", "mistral", "gpt_neox"]
@@ -88,21 +88,22 @@ def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
+    ("kind", "changes"),
     [
-        (
-            "qwen3",
-            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            r"mixes attention windows \[0, 16\]",
-        ),
-        ("llama", {"head_dim": 12}, "head size 12 is not a multiple of 8"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+        ("gemma2", {"sliding_window": 6}),
+        ("llama", {"head_dim": 12}),
     ],
+    ids=["windows", "soft caps", "head size"],
 )
-def test_a_kind_that_attention_cannot_do_is_refused_at_load_by_name(
-    kind: str, changes: dict[str, object], reason: str, tmp_path: Path
+def test_layers_that_attend_in_unlike_ways_each_get_their_own(
+    kind: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    with pytest.raises(LoadError, match=reason):
-        build(tiny.make(tmp_path, kind, **changes), eager=True)
+    folder = tiny.make(tmp_path, kind, **changes)
+    runner = build(folder, eager=True, attention="cpu")
+    assert runner.kv.window is None
+    got = runner.logits(Step(0, (Row(0, tuple(PROMPTS[0]), 0, (1, 2, 3), Sampling()),)))
+    assert torch.allclose(got[0], expected(folder, PROMPTS[0]), atol=1e-4)
 
 
 def test_a_sliding_window_beyond_the_context_changes_nothing_and_is_served(tmp_path: Path) -> None:
