@@ -81,6 +81,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "kv_store": {"memory", "step"},
         "memory": set(),
         "split": {"recipe"},
+        "inductor": set(),
         "recipe": {"attention"},
         "model": {"attention", "weights"},
         "attention": {"native", "step"},
