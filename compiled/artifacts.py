@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -28,7 +29,7 @@ from compiled import inductor
 from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call, Generated
 from compiled.recipe import Attention, Constant, Fed, ModelFacts, Parameter, Recipe, Run
-from compiled.store import Listed, Store, Unusable
+from compiled.store import Listed, Store, Unusable, untrusted
 
 Factors = Mapping[str, Any]
 """What an entry depends on, by name: JSON values, nested."""
@@ -61,6 +62,7 @@ class Cache:
     def __init__(self, folder: Path, threads: int) -> None:
         self.store = Store(folder)
         self._machine = machine_factors(threads)
+        self._moment: TemporaryDirectory[str] | None = None
         self._open = True
         if (fault := self.store.fault()) is not None:
             self._open = False
@@ -86,6 +88,21 @@ class Cache:
         """None for what would be loaded; else why it would not."""
         found = self._look(factors)
         return None if isinstance(found, Loaded) else found or self.nearest(model, factors)
+
+    @property
+    def workshop(self) -> Path:
+        """Where Inductor may work: a folder of this cache that is this user's alone, else one for the moment."""
+        folder = self.store.folder / "inductor"
+        try:
+            if self._open:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._open and untrusted(folder) is None and folder.stat().st_mode & 0o077 == 0:
+                return folder
+        except OSError as error:
+            log.debug("%s: %s", folder, error)
+        if self._moment is None:
+            self._moment = TemporaryDirectory(prefix="streamengine-")
+        return Path(self._moment.name)
 
     def piece(self, key: str) -> Call | None:
         """The piece that `compiled.split` calls ``key``, compiled for this machine; None where there is none."""
@@ -118,9 +135,9 @@ class Cache:
             if entry.manifest.get("kind") == "recipe"
             and (entry.manifest.get("model") == model or entry.manifest["factors"].get("config") == factors["config"])
         ]
-        found = [list(differences(other, factors)) for other in others]
+        fewest: list[str] = min((list(differences(other, factors)) for other in others), key=len, default=[])
         # An equal one was there a moment ago: it is being written, or was just found to be unusable.
-        return "; ".join(min(found, key=lambda lines: len(lines), default=[])) or "nothing is saved for it yet"
+        return "; ".join(fewest) or "nothing is saved for it yet"
 
     def _look(self, factors: Factors) -> Loaded | str | None:
         """The saved model, why it cannot be used, or None where there is none."""

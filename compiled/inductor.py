@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 OPTIONS: Mapping[str, Any] = {
     "fx_graph_cache": False,  # pickles, in a folder under /tmp; what is kept is kept by `compiled.artifacts`
     "compile_threads": 1,  # more are processes of their own, which import torch before they compile anything
+    "cpp.vec_isa_ok": True,  # the CPU's flags are believed: trying each vector extension takes several seconds
 }
 """Inductor's options: part of every piece's key."""
 
@@ -45,8 +47,10 @@ class NotPortable(Exception):
     """Inductor wrote something that runs in this process only. One line says what."""
 
 
-def generate(graph: fx.GraphModule, inputs: Sequence[Any]) -> Generated:
+def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path | None = None) -> Generated:
     """Compile ``graph`` for ``inputs``: fake tensors of one mode and symbolic sizes. ``graph`` is used up.
+
+    ``folder`` is where Inductor works, and it loads what it finds there; see `compiled.artifacts.Cache.workshop`.
 
     Raises:
         NotPortable: its code cannot be kept as files.
@@ -64,11 +68,33 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any]) -> Generated:
     (mode,) = modes
     context = torch._guards.TracingContext(mode)
     no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
-    with torch.no_grad(), torch._guards.tracing(context), no_cache:
+    with torch.no_grad(), torch._guards.tracing(context), no_cache, _working_in(folder):
         compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=dict(OPTIONS))
     if len(results) != 1:
         raise NotPortable(f"one graph became {len(results)}")
     return _portable(results[0])
+
+
+@contextmanager
+def _working_in(folder: Path | None) -> Iterator[None]:
+    """Inductor's files and its precompiled header, which would lie in folders under /tmp that are its user's by
+    name only."""
+    from torch._inductor import codecache  # as above
+
+    if folder is None:
+        yield
+        return
+
+    variable, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    codecache._HEADER_DIR = str(folder / "precompiled_headers")
+    codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
+    os.environ[variable] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 def load(generated: Generated) -> Call:
