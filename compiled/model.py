@@ -18,16 +18,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compiled.attention.base import AttentionSpec
+from compiled.probe import probe
 from compiled.step import LoadError, ModelSpec
 from compiled.weights import read_json, vocabulary_size
 
 ATTENTION = "streamengine_paged"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal"}
-HARMLESS |= {"sliding_window", "softcap"}
-"""Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass, or that
-`_Probe.ask` looks at by value. Any other that is not None is refused by name."""
 
 
 class PagedAttention(Protocol):
@@ -66,8 +62,6 @@ def _attend(
         out_THE = attention_op(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
-        if isinstance(paged, _Probe):
-            paged.ask(module, attention_mask, kwargs)
         out_THE = paged(q_THD, k_TKD, v_TKE, scale, s_aux)
     return out_THE.unsqueeze(0), None
 
@@ -110,9 +104,10 @@ def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None)
         LoadError: a kind that is not supported, by name; or a checkpoint that cannot be read.
     """
     config = _config(folder)
-    limit = _context_limit(config, max_model_len)
-    eos = _eos_token_ids(folder, config)
-    vocabulary = vocabulary_size(folder) or config.vocab_size
+    text = config.get_text_config(decoder=True)
+    limit = _context_limit(text, max_model_len)
+    eos = _eos_token_ids(folder, text)
+    vocabulary = vocabulary_size(folder) or text.vocab_size
     module = _weights(folder, dtype)
     layers = probe(module, limit)
     spec = ModelSpec(
@@ -120,30 +115,11 @@ def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None)
         folder=str(folder),
         architecture=type(module).__name__,
         dtype=str(dtype).removeprefix("torch."),
-        vocab_size=min(vocabulary, config.vocab_size),
+        vocab_size=min(vocabulary, text.vocab_size),
         max_model_len=limit,
         eos_token_ids=eos,
     )
     return LoadedModel(module, spec, layers)
-
-
-def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, ...]:
-    """Run two tokens through the model and note each attention call, in order.
-
-    Raises:
-        LoadError: naming what the calls ask for and the paged backends do not have.
-    """
-    seen = _Probe(max_model_len)
-    tokens = torch.zeros(2, dtype=torch.long)
-    with torch.no_grad():
-        forward(module, tokens, torch.arange(2), torch.arange(2), seen)
-    layers = getattr(module.config, "num_hidden_layers", None)
-    if len(seen.layers) != layers:
-        raise LoadError(
-            f"{type(module).__name__} made {len(seen.layers)} attention calls for {layers} layers: "
-            "only models in which every layer is one softmax attention are supported"
-        )
-    return tuple(seen.layers)
 
 
 def work_of(module: PreTrainedModel) -> dict[str, float]:
@@ -160,47 +136,6 @@ def work_of(module: PreTrainedModel) -> dict[str, float]:
         "read_bytes": total - looked_up,
         "flop_per_token": 2 * sum(weight.numel() for weight in matrices),
     }
-
-
-class _Probe:
-    """A `PagedAttention` that looks and computes nothing."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self.layers: list[AttentionSpec] = []
-        self._max_model_len = max_model_len
-        self._window: int | None = None
-        self._soft_cap: float | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-        heads, size, value_size = query.shape[1], query.shape[2], value.shape[2]
-        self.layers.append(
-            AttentionSpec(
-                heads,
-                key.shape[1],
-                size,
-                scale,
-                self._window,
-                None if value_size == size else value_size,
-                self._soft_cap,
-                sinks is not None,
-            )
-        )
-        return query.new_zeros(*query.shape[:2], value_size)
-
-    def ask(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-        """Note the next call's window. LoadError for an argument that would change the result and that no
-        backend implements."""
-        name = type(module).__name__
-        if mask is not None:
-            raise LoadError(f"{name} builds an attention mask of its own, which paged attention does not take")
-        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise LoadError(f"{name} is not causal: only decoders are supported")
-        window = kwargs.get("sliding_window")  # one that holds the whole context is none
-        self._window = None if window is None or window >= self._max_model_len else window
-        self._soft_cap = kwargs.get("softcap")
-        for key, value in kwargs.items():
-            if key not in HARMLESS and value is not None and value is not False:
-                raise LoadError(f"{name} asks its attention for {key!r}, which is not supported yet")
 
 
 def _config(folder: Path) -> Any:
