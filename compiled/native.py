@@ -21,6 +21,9 @@ _COMPILE_TIMEOUT_S = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _CPU_FACTS = ("vendor_id", "cpu family", "model", "flags", "CPU part", "Features")
 
+built: list[str] = []
+"""Libraries that this process has compiled, for `compiled.compilations`."""
+
 log = logging.getLogger(__name__)
 
 
@@ -100,6 +103,7 @@ def _build(path: Path, command: Sequence[str], source: Path) -> None:
             file.write(digest)
         linked.chmod(0o755)
         linked.replace(path)
+    built.append(path.name)
 
 
 def _open(path: Path) -> ctypes.CDLL:

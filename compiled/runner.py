@@ -22,6 +22,7 @@ from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
+from compiled.compilations import Watch
 from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
 from compiled.memory import peak_of
@@ -84,6 +85,8 @@ class CpuRunner:
         self._facts: dict[str, float] = {}
         self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
+        self._watch: Watch | None = None
+        self._compilations = 0
 
     def allocate(self, store: KVStore) -> None:
         """Use ``store`` from now on."""
@@ -104,6 +107,10 @@ class CpuRunner:
         self._steps += 1
         self._tokens += sum(len(row.tokens) for row in step.rows)
         self._seconds += seconds
+        if self._watch is not None:
+            for what in self._watch.look():
+                self._compilations += 1
+                log.error("step %d: something was compiled while serving: %s", step.number, what)
         return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
 
     def _execute(self, step: Step) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
@@ -152,6 +159,7 @@ class CpuRunner:
             self.submit(Step(0, tuple(rows)))
         self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
+        self._watch, self._compilations = Watch(), 0
 
     def statistics(self) -> dict[str, float]:
         return self._facts | {
@@ -159,6 +167,7 @@ class CpuRunner:
             "step_tokens": self._tokens,
             "step_seconds": self._seconds,
             "broken_rows": self._broken_rows,
+            "compilations_after_ready": self._compilations,
             "kv_bytes": self.kv.pages * self.kv.page_bytes,
         }
 

@@ -69,7 +69,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
     # runner → {batch, pieces, sampler, logprobs} → {kv_store, split, model} → {attention, weights} → step
     "compiled": {
         "__init__": set(),
-        "runner": {"batch", "pieces", "sampler", "logprobs"},
+        "runner": {"batch", "compilations", "pieces", "sampler", "logprobs"},
         "batch": {"kv_store", "sampling_batch"},
         "pieces": {"model", "split"},
         "sampler": {"draw"},
@@ -82,6 +82,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "memory": set(),
         "split": {"recipe"},
         "artifacts": {"inductor", "recipe", "store"},
+        "compilations": {"native"},
         "inductor": set(),
         "store": set(),
         "recipe": {"attention"},
