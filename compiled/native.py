@@ -96,8 +96,8 @@ def _build(path: Path, command: Sequence[str], source: Path) -> None:
         compiled, linked = Path(scratch) / "library.o", Path(scratch) / "library.so"
         _call(*command, "-c", str(source), "-o", str(compiled))
         # Linked without -fopenmp: the OpenMP runtime must be the one that torch has loaded, see _open.
-        sanitizers = [flag for flag in command if flag.startswith("-fsanitize")]
-        _call(command[0], *sanitizers, "-shared", str(compiled), "-o", str(linked))
+        linking = [flag for flag in command if flag.startswith(("-fsanitize", "-L", "-l"))]
+        _call(command[0], "-shared", str(compiled), *linking, "-o", str(linked))
         with linked.open("r+b") as file:
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)

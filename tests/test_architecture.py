@@ -84,6 +84,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "artifacts": {"inductor", "recipe", "store"},
         "compilations": {"native"},
         "inductor": set(),
+        "linear": {"native"},
         "store": set(),
         "recipe": {"attention"},
         "model": {"attention", "weights"},
