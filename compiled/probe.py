@@ -11,6 +11,7 @@ whether positions mean what the runner means by them.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ from compiled.step import LoadError
 
 PROBE = "streamengine_probe"
 
-HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal"}
+HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal", "logits_to_keep"}
 KNOWN = {"sliding_window", "softcap", "s_aux"}
 """Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass, and
 those that are looked at. Any other that is neither None nor False is refused by name."""
 
-_TOKENS, _TAINTED = 3, 1
+SOFTMAX = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that hold nothing but keys and values, in transformers' words."""
+
+_TOKENS, _TAINTED, _CLEAN = 3, 1, [0, 2]
+_asked: ContextVar["Probe"] = ContextVar("asked")
 
 
 class Probe:
@@ -39,8 +44,8 @@ class Probe:
 
     def __init__(self, max_model_len: int) -> None:
         self.layers: list[AttentionSpec] = []
-        self.operands: list[Tensor] = []
-        self.lookups: list[Tensor] = []
+        self.operands: list[list[float]] = []
+        self.meets = False
         self._max_model_len = max_model_len
 
     def __call__(
@@ -72,8 +77,14 @@ class Probe:
                 sinks=kwargs.get("s_aux") is not None,
             )
         )
-        self.operands += [query, key]
+        self.note(query)
+        self.note(key)
         return value.transpose(1, 2).repeat_interleave(heads // key.shape[1], dim=2)
+
+    def note(self, operand: Tensor) -> None:
+        """Remember what ``operand`` [.., T, ..] has of the tokens that are numbers."""
+        if operand.dim() > 1 and operand.shape[-2] == _TOKENS:
+            self.operands.append(operand[..., _CLEAN, :].flatten().tolist())
 
     def _window(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> int | None:
         """How far back a token sees; None: all that fits. A mask says it best, where the model has one."""
@@ -102,40 +113,51 @@ def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, .
     for argument in ("input_ids", "position_ids", "logits_to_keep"):
         if argument not in accepted:
             raise LoadError(f"{name} takes no {argument}")
-    positions = torch.arange(_TOKENS)
-    with _asking(module):
-        with _tainted(module):
-            given, logits = _run(module, positions, max_model_len)
-        counted, _ = _run(module, None, max_model_len)
+    if module._is_stateful and (kinds := set(getattr(module.config, "layer_types", None) or ["a state"]) - SOFTMAX):
+        raise LoadError(f"{name} keeps {', '.join(sorted(kinds))} in its layers beside keys and values")
+    try:
+        with _asking(module):
+            given, counted, late = (_run(module, max_model_len, way) for way in ("given", "counted", "late"))
+    except LoadError:
+        raise
+    except Exception as error:  # a config that transformers accepts and cannot run
+        raise LoadError(f"{name} does not run: {type(error).__name__}: {error}") from error
     if not given.layers:
         raise LoadError(f"{name} has no attention that can be replaced")
-    clean = positions != _TAINTED
-    if bool(logits[:, clean].isnan().any()):
+    if given.meets:
         raise LoadError(
             f"{name} lets tokens meet outside of its attention (in a convolution, a recurrence or a state), "
             "which pages of keys and values do not hold"
         )
-    for mine, own in zip(given.operands, counted.operands, strict=True):
-        if not torch.equal(mine[:, :, clean], own[:, :, clean]):
-            raise LoadError(f"{name} does not count positions from 0 upwards when it counts by itself")
-    for mine, own in zip(given.lookups, counted.lookups, strict=True):
-        if not torch.equal(mine, own):
-            raise LoadError(f"{name} looks its first position up in row {int(own.min())}, not {int(mine.min())}")
+    if counted.operands != given.operands:
+        raise LoadError(f"{name} does not count positions from 0 upwards")
+    if late.operands != given.operands:
+        raise LoadError(
+            f"{name} counts positions by itself, not as they are given, which shows before position {max_model_len}: "
+            "lower max_model_len"
+        )
     return tuple(given.layers)
 
 
-def _run(module: PreTrainedModel, positions: Tensor | None, max_model_len: int) -> tuple[Probe, Tensor]:
+def _run(module: PreTrainedModel, max_model_len: int, way: str) -> Probe:
+    """Positions are ``given``, or ``counted`` by the model itself; or they are given and the model is ``late``: what
+    it counts nevertheless ends where the context ends."""
     seen = Probe(max_model_len)
     arguments = {
         "input_ids": torch.full((1, _TOKENS), 3),
-        "position_ids": None if positions is None else positions.unsqueeze(0),
+        "position_ids": None if way == "counted" else torch.arange(_TOKENS).unsqueeze(0),
         "use_cache": False,
         "logits_to_keep": torch.arange(_TOKENS),
-        "paged": seen,
     }
-    with torch.no_grad(), _Lookups(seen.lookups):
-        output = functional_call(module, _thin(module), (), arguments)
-    return seen, output.logits
+    before = _asked.set(seen)
+    watch = _Watch(seen, max_model_len - _TOKENS if way == "late" else 0)
+    try:
+        with torch.no_grad(), _tainted(module), watch:
+            output = functional_call(module, _thin(module), (), arguments)
+    finally:
+        _asked.reset(before)
+    seen.meets = bool(output.logits[:, _CLEAN].isnan().any())
+    return seen
 
 
 def _thin(module: nn.Module) -> dict[str, Tensor]:
@@ -150,12 +172,15 @@ def _thin(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _asking(module: PreTrainedModel) -> Iterator[None]:
-    before = module.config._attn_implementation
+    """With the attention that notes, and experts that take weights of any strides."""
+    attention, experts = module.config._attn_implementation, module.get_experts_implementation()
     module.set_attn_implementation(PROBE)
+    module.set_experts_implementation("eager")
     try:
         yield
     finally:
-        module.set_attn_implementation(before)
+        module.set_attn_implementation(attention)
+        module.set_experts_implementation(experts)
 
 
 @contextmanager
@@ -172,17 +197,19 @@ def _tainted(module: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-class _Lookups(TorchDispatchMode):
-    """Notes the rows that are looked up in embedding tables."""
+class _Watch(TorchDispatchMode):
+    """Notes the rows that are looked up in tables, and adds ``lateness`` to whatever counts the tokens."""
 
-    def __init__(self, rows: list[Tensor]) -> None:
+    def __init__(self, probe: Probe, lateness: int) -> None:
         super().__init__()
-        self._rows = rows
+        self._probe, self._lateness = probe, lateness
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.embedding.default:
-            self._rows.append(args[1])
-        return func(*args, **(kwargs or {}))
+            self._probe.note(args[1].unsqueeze(-1))
+        result = func(*args, **(kwargs or {}))
+        counts = func.overloadpacket is torch.ops.aten.arange and result.numel() == _TOKENS
+        return result + self._lateness if counts and self._lateness > 0 else result
 
 
 def _window_of(name: str, sees: Callable[..., Tensor], limit: int) -> int | None:
@@ -217,12 +244,9 @@ def _look(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    paged: Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if paged is None:
-        raise LoadError(f"{type(module).__name__} is not handed the arguments of the model's call")
-    return paged(module, query, key, value, attention_mask, scaling, kwargs), None
+    return _asked.get()(module, query, key, value, attention_mask, scaling, kwargs), None
 
 
 def _tell(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
