@@ -246,7 +246,9 @@ class Attention(ABC):
 
 def _check_view(number: int, first: Tensor, view: Tensor, heads_and_size: tuple[int, int]) -> None:
     if view.dim() != 4 or view.shape[2:] != heads_and_size:
-        raise ValueError(f"a layer's view must be {['P', 'S', *heads_and_size]}, not {tuple(view.shape)}")
+        raise ValueError(
+            f"a layer's view must be [P, S, {heads_and_size[0]}, {heads_and_size[1]}], not {tuple(view.shape)}"
+        )
     if view.dtype not in DTYPES:
         raise ValueError(f"KV cache must be float32, bfloat16 or float16, not {view.dtype}")
     if view.stride(3) != 1:

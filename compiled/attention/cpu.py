@@ -16,16 +16,16 @@ from torch import Tensor
 from compiled.attention.base import DTYPES, Attention, AttentionSpec, Plan
 from compiled.native import FLAGS, load_library
 
-SOURCES = ("paged_attention.cpp", "plan.h", "product.h", "simd.h")
+SOURCES = ("paged_attention.cpp", "blocks.h", "formats.h", "plan.h", "product.h", "simd.h", "softmax.h")
 
 
 class _Problem(ctypes.Structure):
     """What is constant over a step; mirrors ``Problem`` in the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("dtype", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, ctypes.c_int64) for name in ("page_stride", "slot_stride", "head_stride")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("dtype", "heads", "kv_heads", "key_dim", "value_dim", "page_size")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("key", "value") for axis in ("page", "slot", "head")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int64) for name in ("window", "rows", "threads")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")),
     ]
@@ -35,7 +35,7 @@ class _Operands(ctypes.Structure):
     """One run's tensors; mirrors ``Operands`` in the kernel. Strides count elements."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "sinks", "out", "key_cache", "value_cache")),
         ("tokens", ctypes.c_int64),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("q", "k", "v", "out") for axis in ("token", "head")),
     ]
@@ -52,7 +52,7 @@ class Kernel:
 
 
 class CpuAttention(Attention):
-    """Flash-style attention on all threads. D must be a multiple of 8.
+    """Flash-style attention on all threads. The scale must be positive.
 
     A token's result has the same bits whatever its batch mates, the chunk it came in and ``threads``.
     """
@@ -61,11 +61,7 @@ class CpuAttention(Attention):
 
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
-        if spec.head_dim % 8:
-            return f"head_dim {spec.head_dim} (it must be a multiple of 8)"
-        if spec.value_size != spec.head_dim or spec.soft_cap is not None or spec.sinks:
-            return f"value_dim, soft_cap or sinks: {spec}"
-        return None
+        return None if spec.scale > 0 else f"scale {spec.scale} (it must be positive)"
 
     def __init__(
         self,
@@ -83,17 +79,18 @@ class CpuAttention(Attention):
             raise ValueError(f"threads is {threads}, not at least 1")
         self._kernel = load_kernel() if kernel is None else kernel
         self._caches = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
-        page_stride, slot_stride, head_stride, _ = layers[0][0].stride()
+        (keys, values), *_ = layers
         self._problem = _Problem(
-            dtype=DTYPES.index(self.dtype),
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=self.page_size,
-            page_stride=page_stride,
-            slot_stride=slot_stride,
-            head_stride=head_stride,
+            DTYPES.index(self.dtype),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_size,
+            self.page_size,
+            *keys.stride()[:3],
+            *values.stride()[:3],
             scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
             window=spec.window or 0,
             threads=threads,
         )
@@ -126,6 +123,7 @@ class CpuAttention(Attention):
             q_THD.data_ptr(),
             k_TKD.data_ptr(),
             v_TKE.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(),
             out_THE.data_ptr(),
             *self._caches[layer],
             q_THD.shape[0],
