@@ -28,7 +28,7 @@ from torch import Tensor
 from compiled import inductor
 from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call, Generated
-from compiled.recipe import Attention, Constant, Fed, ModelFacts, Parameter, Recipe, Run
+from compiled.recipe import Attention, Constant, Fed, Held, ModelFacts, Parameter, Recipe, Run
 from compiled.store import Listed, Store, Unusable, untrusted
 
 Factors = Mapping[str, Any]
@@ -269,7 +269,7 @@ def _tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
     return safetensors.torch.load(files[_CONSTANTS]) if _CONSTANTS in files else {}
 
 
-_TYPES = {t.__name__: t for t in (Attention, AttentionSpec, Constant, Fed, ModelFacts, Parameter, Run)}
+_TYPES = {t.__name__: t for t in (Attention, AttentionSpec, Constant, Fed, Held, ModelFacts, Parameter, Run)}
 _TYPE = "$type"
 """No name of a value begins with a dollar."""
 

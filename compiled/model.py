@@ -6,6 +6,7 @@ its attention is learnt by running it once (`probe`), never from a list of names
 does not have is refused at load.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,16 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers import logging as transformers_logging
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compiled.attention.base import AttentionSpec
+from compiled.facts import context_limit, token_ids
 from compiled.probe import probe
-from compiled.step import LoadError, ModelSpec
-from compiled.weights import read_json, vocabulary_size
+from compiled.recipe import ModelFacts
+from compiled.rope import settle_rope
+from compiled.step import LoadError
+from compiled.weights import read_json
 
 ATTENTION = "streamengine_paged"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PagedAttention(Protocol):
@@ -32,6 +37,10 @@ class PagedAttention(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """``q_THD, k_TKD, v_TKE, scale, sinks_H`` → ``out_THE``."""
         ...
+
+
+_paged: ContextVar[PagedAttention | None] = ContextVar("paged", default=None)
+"""The attention of the uncompiled run in progress. Not every model hands a keyword argument down to its layers."""
 
 
 @torch.library.custom_op("streamengine::attention", mutates_args=())
@@ -52,13 +61,12 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    paged: PagedAttention | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, E]``. ``s_aux`` are sinks [H]."""
     q_THD, k_TKD, v_TKE = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
-    if paged is None:
+    if (paged := None if torch.compiler.is_compiling() else _paged.get()) is None:
         out_THE = attention_op(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -71,55 +79,63 @@ AttentionInterface.register(ATTENTION, _attend)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights in memory and what they need: ``layers[i]`` describes the attention of layer i."""
+    """Weights in memory, and what is known of them."""
 
     module: PreTrainedModel
-    spec: ModelSpec
-    layers: tuple[AttentionSpec, ...]
-
-    def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None) -> Tensor:
-        """Logits ``[R, V]`` of the tokens at indices ``rows_R``; ``paged`` is None while tracing."""
-        return forward(self.module, ids_T, positions_T, rows_R, paged)
+    facts: ModelFacts
 
 
 def forward(
     module: nn.Module, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None
 ) -> Tensor:
-    """See `LoadedModel.forward`."""
-    extra = {} if paged is None else {"paged": paged}
+    """Logits ``[R, V]`` of the tokens at indices ``rows_R``; ``paged`` is None while tracing."""
+    if paged is None:
+        return _forward(module, ids_T, positions_T, rows_R)
+    before = _paged.set(paged)
+    try:
+        return _forward(module, ids_T, positions_T, rows_R)
+    finally:
+        _paged.reset(before)
+
+
+def _forward(module: nn.Module, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
     output = module(
-        input_ids=ids_T.unsqueeze(0),
-        position_ids=positions_T.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=rows_R,
-        **extra,
+        input_ids=ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, logits_to_keep=rows_R
     )
     return output.logits.squeeze(0)
 
 
-def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
+def load(folder: Path, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
     """Read the weights of ``folder`` and learn what the model asks of its attention.
 
     Raises:
         LoadError: a kind that is not supported, by name; or a checkpoint that cannot be read.
     """
-    config = _config(folder)
+    config = read_config(folder)
+    limit = limit_of(config, max_model_len)
+    settle_rope(config.get_text_config(decoder=True), limit)
+    module = read_weights(folder, dtype, config)
+    return LoadedModel(module, facts_of(folder, module, config, probe(module, limit)))
+
+
+def facts_of(folder: Path, module: PreTrainedModel, config: Any, layers: tuple[AttentionSpec, ...]) -> ModelFacts:
+    """What is known of ``module``, whose weights may be anywhere."""
     text = config.get_text_config(decoder=True)
-    limit = _context_limit(text, max_model_len)
-    eos = _eos_token_ids(folder, text)
-    vocabulary = vocabulary_size(folder) or text.vocab_size
-    module = _weights(folder, dtype)
-    layers = probe(module, limit)
-    spec = ModelSpec(
-        name=name,
-        folder=str(folder),
+    changes = get_model_conversion_mapping(module)
+    return ModelFacts(
         architecture=type(module).__name__,
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=min(vocabulary, text.vocab_size),
-        max_model_len=limit,
-        eos_token_ids=eos,
+        vocab_size=text.vocab_size,
+        context=getattr(text, "max_position_embeddings", None),
+        eos_token_ids=token_ids(folder / "config.json", getattr(text, "eos_token_id", None)),
+        layers=layers,
+        work=work_of(module),
+        verbatim=not any(isinstance(change, WeightConverter) for change in changes),
     )
-    return LoadedModel(module, spec, layers)
+
+
+def limit_of(config: Any, asked: int | None) -> int:
+    """Tokens of prompt and answer; see `context_limit`."""
+    return context_limit(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None), asked)
 
 
 def work_of(module: PreTrainedModel) -> dict[str, float]:
@@ -138,7 +154,8 @@ def work_of(module: PreTrainedModel) -> dict[str, float]:
     }
 
 
-def _config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """transformers' config of the model in ``folder``. Raises LoadError for a kind that is not supported."""
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -155,11 +172,14 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def read_weights(folder: Path, dtype: torch.dtype, config: Any = None) -> PreTrainedModel:
+    """The model of ``config`` (None: the folder's own) with its weights, whatever transformers must do to get them.
+    Raises LoadError."""
     transformers_logging.disable_progress_bar()
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             attn_implementation=ATTENTION,
             use_safetensors=True,
@@ -174,31 +194,6 @@ def _weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             raise LoadError(f"{folder} is broken: {problem.replace('_', ' ')}: {_shorten(report[problem])}")
     # Dynamo takes a parameter that wants gradients for training and would build a backward graph.
     return module.eval().requires_grad_(False)
-
-
-def _context_limit(config: Any, asked: int | None) -> int:
-    limit = getattr(config, "max_position_embeddings", None)
-    if asked is None:
-        if limit is None:
-            raise LoadError("the model names no context length; give max_model_len")
-        return int(limit)
-    if limit is not None and asked > limit:
-        raise LoadError(f"max_model_len {asked} is above the model's own limit of {limit} tokens")
-    return asked
-
-
-def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """The generation config's ids, else the model config's."""
-    path = folder / "generation_config.json"
-    own = read_json(path)
-    if "eos_token_id" in own:
-        given = own["eos_token_id"]
-    else:
-        path, given = folder / "config.json", config.eos_token_id
-    ids = given if isinstance(given, list | tuple) else () if given is None else (given,)
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise LoadError(f"{path}: eos_token_id must be an id or a list of ids, not {given!r}")
-    return tuple(ids)
 
 
 def _first_line(error: Exception) -> str:

@@ -68,10 +68,21 @@ class Attention:
         return (self.query, self.key, self.value) + (() if self.sinks is None else (self.sinks,))
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of a checkpoint as the pieces take it. ``aliases`` are further names of the same tensor (tied weights):
+    a checkpoint that has them must have equal numbers there."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    """What must be known of a model beside its calls. ``vocab_size`` and ``context`` (None: unbounded) are those of
-    its config; ``work`` is what its weights cost, by name (see `compiled.model.work_of`)."""
+    """What must be known of a model beside its calls. ``vocab_size``, ``context`` (None: it names none) and
+    ``eos_token_ids`` are those of its config; ``work`` is what its weights cost, by name (see
+    `compiled.model.work_of`). ``verbatim``: transformers takes a checkpoint's tensors as they are."""
 
     architecture: str
     vocab_size: int
@@ -79,14 +90,17 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     layers: tuple[AttentionSpec, ...]
     work: Mapping[str, float]
+    verbatim: bool
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``sources`` says where each value that no call makes comes from; ``output`` is the value of the logits."""
+    """``sources`` says where each value that no call makes comes from; ``output`` is the value of the logits;
+    ``held`` describes each tensor of the checkpoint that a source names."""
 
     calls: tuple[Run | Attention, ...]
     sources: Mapping[str, Source]
     constants: tuple[Tensor, ...]
+    held: Mapping[str, Held]
     output: str
     model: ModelFacts

@@ -1,8 +1,7 @@
 """Executes steps on this machine's CPU: batch → compiled pieces with paged attention between them → sampler.
 
-Built once by `build_runner`, in this order: weights, attention's demands, trace + split + compile, peak
-memory of a full step, KV pages, warm-up. All calls must come from one thread, because torch's inference
-state belongs to a thread.
+Built once by `build_runner`, in this order: the model (see `compiled.build`), peak memory of a full step, KV pages,
+warm-up. All calls must come from one thread, because torch's inference state belongs to a thread.
 """
 
 import logging
@@ -11,23 +10,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled import batch as batches
-from compiled import pieces
+from compiled import program
+from compiled.artifacts import Cache
 from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
+from compiled.build import FAST, BuildOptions, Built, Forward, build_compiled, build_eager
 from compiled.compilations import Watch
 from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
 from compiled.memory import peak_of
-from compiled.model import DTYPES, LoadedModel, load, work_of
 from compiled.native import KernelUnavailable
+from compiled.parameters import DTYPES
 from compiled.sampler import sample
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 from compiled.weights import Report, cache_folder, resolve
@@ -55,14 +56,6 @@ class RunnerOptions:
     offline: bool = False
 
 
-class Forward(Protocol):
-    """A whole forward pass, compiled or not."""
-
-    def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: pieces.LayerAttention
-    ) -> Tensor: ...
-
-
 class FinishedStep:
     """The handle of a step that is done when it is submitted."""
 
@@ -78,8 +71,8 @@ class CpuRunner:
 
     depth = 1
 
-    def __init__(self, model: LoadedModel, run: Forward, attention: Callable[[KVStore], ModelAttention]) -> None:
-        self.model: ModelSpec = model.spec
+    def __init__(self, model: ModelSpec, run: Forward, attention: Callable[[KVStore], ModelAttention]) -> None:
+        self.model = model
         self._run = run
         self._make_attention = attention
         self._facts: dict[str, float] = {}
@@ -129,7 +122,7 @@ class CpuRunner:
     def _forward(self, step: Step) -> tuple[batches.Batch, Tensor]:
         for source, target in step.copies:
             self._store.copy(source, target)
-        batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
+        batch = batches.build(step, self.kv.page_size, program.SMALLEST)
         self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
         # Without the rows that pad the step and the ids that pad the head.
@@ -197,7 +190,10 @@ class _InOrder:
 
 
 def build_runner(
-    options: RunnerOptions, report: Report, check: Callable[[Path], object] = lambda folder: None
+    options: RunnerOptions,
+    report: Report,
+    check: Callable[[Path], object] = lambda folder: None,
+    build: BuildOptions = FAST,
 ) -> CpuRunner:
     """A runner that is ready but for its warm-up. ``check`` sees the model's folder before anything slow is done.
 
@@ -205,19 +201,24 @@ def build_runner(
         LoadError: one line that says why this model cannot be served here.
     """
     torch.set_num_threads(options.threads)
-    started = time.perf_counter()
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
-    if not options.eager:
-        pieces.check_compiler()
-    report("load", 0, 0)
-    model = load(folder, options.model, pick_dtype(options.dtype), options.max_model_len)
-    loaded = time.perf_counter()
-    log.info("%s in %s loaded in %.1f s", model.spec.architecture, model.spec.dtype, loaded - started)
-    runner = CpuRunner(model, _forward(model, options.eager, report), _attention(model.layers, options))
-    runner.note(load_seconds=loaded - started, compile_seconds=time.perf_counter() - loaded)
-    _allocate(runner, model, options)
+    built = _build(folder, options, report, build)
+    log.info(
+        "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
+        built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
+    )  # fmt: skip
+    runner = CpuRunner(built.spec, built.run, _attention(built.layers, options))
+    runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
+    _allocate(runner, built, options)
     return runner
+
+
+def _build(folder: Path, options: RunnerOptions, report: Report, build: BuildOptions) -> Built:
+    what = (folder, options.model, pick_dtype(options.dtype), options.max_model_len, report)
+    if options.eager:
+        return build_eager(*what)
+    return build_compiled(*what, Cache(cache_folder() / "compiled", options.threads), build)
 
 
 def pick_dtype(asked: str) -> torch.dtype:
@@ -239,17 +240,6 @@ def pick_attention(asked: str, kernels: Path) -> tuple[str, str]:
     return "cpu", ""
 
 
-def _forward(model: LoadedModel, eager: bool, report: Report) -> Forward:
-    if eager:
-        return lambda ids, positions, rows, attention: model.forward(ids, positions, rows, attention)
-    program, _, times = pieces.build(model.module, report)
-    log.info(
-        "%d pieces, %d unique; trace %.1f s, split %.1f s, compile %.1f s",
-        times.pieces, times.unique, times.trace, times.split, times.compile,
-    )  # fmt: skip
-    return program
-
-
 def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], ModelAttention]:
     asked = "reference" if options.eager and options.attention == "auto" else options.attention
     kernels = cache_folder() / "kernels"
@@ -266,12 +256,12 @@ def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Calla
     return lambda store: ModelAttention(layers, store.layers, make)
 
 
-def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> None:
+def _allocate(runner: CpuRunner, model: Built, options: RunnerOptions) -> None:
     """Measure the peak of a full step on a small pool, then make the real one."""
     layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in model.layers)
     windows = {spec.window for spec in model.layers}
     window = windows.pop() if len(windows) == 1 else None
-    shape = KVShape(layers, options.page_size, model.module.dtype, window)
+    shape = KVShape(layers, options.page_size, DTYPES[model.spec.dtype], window)
     runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
     step = _full_step(options)
     step_bytes = peak_of(lambda: runner.submit(step))
@@ -283,7 +273,7 @@ def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> 
         reserved=step_bytes,
     )
     runner.allocate(KVStore(shape, pages))
-    runner.note(threads=options.threads, step_bytes=step_bytes, **work_of(model.module))
+    runner.note(threads=options.threads, step_bytes=step_bytes)
 
 
 def _full_step(options: RunnerOptions) -> Step:

@@ -60,33 +60,6 @@ def test_a_prompt_in_chunks_of_1_to_17_tokens_has_the_logits_of_the_whole(kind: 
         assert torch.allclose(logits, whole, atol=1e-5), chunk
 
 
-def test_a_model_is_cut_into_the_same_pieces_after_any_number_of_others(tmp_path: Path) -> None:
-    from compiled.model import load
-    from compiled.pieces import trace
-    from compiled.split import split
-
-    keys = []
-    for i, epsilon in enumerate((1e-5, 1e-6, 1e-5, *(n / 10 for n in range(8)), 1e-5)):
-        folder = tiny.make(tmp_path / str(i), "llama", rms_norm_eps=epsilon, num_hidden_layers=1)
-        traced, _ = trace(load(folder, "tiny", torch.float32, None).module)
-        keys.append([piece.key for piece in split(traced).unique])
-    assert keys[0] == keys[2] == keys[-1] != keys[1]
-
-
-def test_layers_of_one_kind_are_compiled_once_whatever_the_depth(tmp_path: Path) -> None:
-    from compiled.model import load
-    from compiled.pieces import build as compile_pieces
-
-    model = load(tiny.make(tmp_path, "llama", num_hidden_layers=5), "tiny", torch.float32, None)
-    _, parts, times = compile_pieces(model.module, lambda *_: None)
-    assert (times.pieces, times.unique) == (6, 3)
-    assert [piece.name for piece in parts.unique] == [
-        "embed_tokens+rotary_emb | layers.0: input_layernorm+q_proj+k_proj+v_proj",
-        "layers.0: o_proj+post_attention_layernorm+mlp | layers.1: input_layernorm+q_proj+k_proj+v_proj",
-        "layers.4: o_proj+post_attention_layernorm+mlp | norm+lm_head",
-    ]
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
