@@ -19,7 +19,8 @@ PANEL = 32
 DTYPES = (torch.float32, torch.bfloat16)
 
 _HERE = Path(__file__).parent
-_SOURCES = (_HERE / "linear.cpp", _HERE / "product.h", _HERE.parent / "attention" / "simd.h")
+_SHARED = _HERE.parent / "attention"
+_SOURCES = (_HERE / "linear.cpp", _HERE / "product.h", _SHARED / "formats.h", _SHARED / "simd.h")
 
 torch.library.define(
     "streamengine::linear", "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor"

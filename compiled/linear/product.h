@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../attention/simd.h"
+#include "../attention/formats.h"
 
 namespace linear {
 
@@ -32,11 +32,12 @@ constexpr int64_t kChunkRows = 256;
 constexpr int64_t kAhead = 16 << 10;                      // bytes that are fetched ahead from memory
 constexpr int64_t kAlone = 32 << 10;                      // multiplications that are not worth a second thread
 
-struct Float32 : simd::Float32 {};
+using simd::Float32;
 
-struct BFloat16 : simd::BFloat16 {
+// Two elements a word on every CPU, so that the packed layout is one.
+struct BFloat16 : BFloat16Base {
   static Floats mad(Floats sum, Words a, Words b) {
-    if constexpr (kPack == 2) return simd::BFloat16::mad(sum, a, b);
+    if constexpr (simd::BFloat16::kPack == 2) return simd::BFloat16::mad(sum, a, b);
     sum += (Floats)(a << 16) * (Floats)(b << 16);
     return sum + (Floats)(a & 0xffff0000) * (Floats)(b & 0xffff0000);
   }
@@ -134,15 +135,14 @@ class Product {
 
   void write(int64_t row, int64_t rows, int64_t panel, const float* sums) const {
     const int64_t column = panel * kPanel, width = std::min<int64_t>(kPanel, p_.outputs - column);
-    const int64_t size = sizeof(Element);
-    alignas(64) Element bias[kPanel] = {}, line[kPanel];
-    if (p_.bias) std::memcpy(bias, p_.bias + column * size, width * size);
+    alignas(64) Element bias[kPanel] = {};
+    if (p_.bias) std::memcpy(bias, p_.bias + column * sizeof(Element), width * sizeof(Element));
     for (int64_t r = 0; r < rows; r++) {
-      for (int v = 0; v < kPanel; v += kLanes) {
+      char* out = p_.out + ((row + r) * p_.outputs + column) * sizeof(Element);
+      for (int v = 0; v < width; v += kLanes) {
         const Floats sum = load<Floats>(sums + r * kPanel + v);
-        Format::store(line + v, p_.bias ? sum + Format::load(bias + v) : sum);
+        Format::store(out + v * sizeof(Element), p_.bias ? sum + Format::load(bias + v) : sum, width - v);
       }
-      std::memcpy(p_.out + ((row + r) * p_.outputs + column) * size, line, width * size);
     }
   }
 
