@@ -14,6 +14,7 @@ from compiled.model import forward
 from compiled.recipe import Fed, Parameter, Source
 from compiled.skeleton import named_tensors
 from compiled.split import Split, split
+from compiled.step import LoadError
 
 _TRACED_TOKENS = 16
 _TRACED_ROWS = 4
@@ -38,6 +39,8 @@ def trace(module: nn.Module) -> Split:
 
     def capture(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graphs.append(graph)
+        if len(results := next(reversed(graph.graph.nodes)).args[0]) != 1:
+            raise ValueError(f"it has {len(results) - 1} results beside its logits")
 
         def called(*values: Any) -> tuple[Tensor]:
             arguments.extend(values)
@@ -51,8 +54,12 @@ def trace(module: nn.Module) -> Split:
     # Dynamo remembers the models that it has traced here before and would turn what differs, such as an
     # epsilon, into an input. Each model is traced as if it were the first, and nothing of it is kept.
     alone = torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True)
-    with torch.no_grad(), alone:
-        torch.compile(run, backend=capture, fullgraph=True)(**inputs)
+    try:
+        with torch.no_grad(), alone:
+            torch.compile(run, backend=capture, fullgraph=True)(**inputs)
+    except Exception as error:  # Dynamo raises a dozen kinds, and whatever the model's code raises
+        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        raise LoadError(f"{type(module).__name__} is no single graph and needs --eager: {reason}") from error
     torch._dynamo.reset_code(run.__code__)
     (graph,) = graphs
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]

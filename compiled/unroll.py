@@ -38,7 +38,10 @@ class Choice:
 
 def choose(module: nn.Module) -> Choice | None:
     """The layers to trace of ``module``, which is all on the meta device; None: the whole model."""
-    whole = outline(module)
+    try:
+        whole = outline(module)
+    except Exception:  # code that looks at numbers; tracing it says what is wrong
+        return None
     if _layer_list(module, len(whole) - 1) is None:
         return None
     for layers in _candidates(_states(whole)):
