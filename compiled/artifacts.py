@@ -12,13 +12,16 @@ import json
 import logging
 import os
 import platform
+import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -62,7 +65,7 @@ class Cache:
     def __init__(self, folder: Path, threads: int) -> None:
         self.store = Store(folder)
         self._machine = machine_factors(threads)
-        self._moment: TemporaryDirectory[str] | None = None
+        self._moment: Path | None = None
         self._open = True
         if (fault := self.store.fault()) is not None:
             self._open = False
@@ -101,8 +104,9 @@ class Cache:
         except OSError as error:
             log.debug("%s: %s", folder, error)
         if self._moment is None:
-            self._moment = TemporaryDirectory(prefix="streamengine-")
-        return Path(self._moment.name)
+            self._moment = Path(tempfile.mkdtemp(prefix="streamengine-"))
+            weakref.finalize(self, shutil.rmtree, self._moment, ignore_errors=True)
+        return self._moment
 
     def piece(self, key: str) -> Call | None:
         """The piece that `compiled.split` calls ``key``, compiled for this machine; None where there is none."""
@@ -220,8 +224,9 @@ def _cpu() -> tuple[str, str]:
     return found["model name"], found["flags"]
 
 
+@cache
 def _code(*patterns: str) -> str:
-    """A digest of our own sources."""
+    """A digest of our own sources, as they were when this process first asked."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
