@@ -127,7 +127,7 @@ class Cache:
                 about = {"kind": "piece", **head, "piece": runs.get(key, ""), "graph": key, "factors": self._machine}
                 self.store.write(self._piece_name(key), about, _piece_files(generated))
             about = {"kind": "recipe", **head, "notes": notes, "pieces": runs, "factors": factors}
-            self.store.write(_recipe_name(factors), about, _recipe_files(recipe))
+            self.store.write(_recipe_name(factors), about, _recipe_files(recipe), replace=True)
         except OSError as error:
             log.warning("what was compiled is not saved: %s", error)
 

@@ -2,13 +2,14 @@
 
 ```
 nothing saved: config → skeleton → trace → split → compile ┐
-                              └ the checkpoint is read ────┴ bind → save
-saved:         compiled pieces → the checkpoint is read ──── bind
+                              └ the checkpoint is read ────┴ run uncompiled → bind → (compare → save)
+saved:         compiled pieces → the checkpoint is read ────────────────────── bind
 ```
 
 What was saved needs neither transformers nor torch's compiler, and does not import them.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compiled.artifacts import Cache
+from compiled.artifacts import Cache, Factors
 from compiled.attention.base import AttentionSpec
 from compiled.facts import spec_of
+from compiled.inductor import Generated
 from compiled.parameters import read_directly
 from compiled.program import LayerAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
+from compiled.selfcheck import Check, Expected, expect
 from compiled.step import ModelSpec
 from compiled.weights import Report, read_json
 
 if TYPE_CHECKING:
     from compiled.pieces import Compiled
+
+log = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
@@ -50,9 +55,20 @@ FAST = BuildOptions()
 
 
 @dataclass(frozen=True)
+class Fresh:
+    """What no check has passed yet. ``expected`` is what the uncompiled model says (None: it cannot be asked);
+    `keep` saves the rest, unless a piece of it runs in this process only (``generated`` is None)."""
+
+    factors: Factors
+    recipe: Recipe
+    generated: Mapping[str, Generated] | None
+    expected: Expected | None
+
+
+@dataclass(frozen=True)
 class Built:
     """A forward pass, and what must be known of it. ``seconds`` tells the time of each stage, ``pieces`` how many calls
-    of compiled pieces a pass makes and ``unique`` of how many different ones."""
+    of compiled pieces a pass makes and ``unique`` of how many different ones; ``fresh`` is None for what was saved."""
 
     spec: ModelSpec
     layers: tuple[AttentionSpec, ...]
@@ -61,6 +77,7 @@ class Built:
     seconds: Mapping[str, float]
     pieces: int = 0
     unique: int = 0
+    fresh: Fresh | None = None
 
 
 def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report) -> Built:
@@ -102,20 +119,49 @@ def build_compiled(
     factors = cache.factors(config, dtype=str(dtype), max_model_len=max_model_len, **asdict(options))
     with _timed(seconds, "look"):
         found = cache.load(name, factors)
+    generated: Mapping[str, Generated] | None = {}
     if found is not None:
-        recipe, functions, fresh = found.recipe, found.pieces, None
+        recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, seconds)
     else:
-        recipe, fresh, weights = _compile(folder, dtype, max_model_len, options, cache, report, seconds)
-        functions = fresh.functions
+        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, seconds)
+        functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
+    spec = _spec(recipe.model, folder, name, dtype, max_model_len)
+    fresh = None
+    if found is None or found.notes.get("check") is None:
+        with _timed(seconds, "expect"):
+            expected = _expect(module, folder, dtype, max_model_len, weights, spec)
+        fresh = Fresh(factors, recipe, generated, expected)
     with _timed(seconds, "bind"):
         program = bind(recipe, functions, weights)
-    if fresh is not None and not fresh.homebound:
-        with _timed(seconds, "save"):
-            cache.save(name, factors, recipe, fresh.generated)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
-    spec = _spec(recipe.model, folder, name, dtype, max_model_len)
-    return Built(spec, recipe.model.layers, program, recipe.model.work, seconds, runs, len(functions))
+    return Built(spec, recipe.model.layers, program, recipe.model.work, seconds, runs, len(functions), fresh)
+
+
+def keep(cache: Cache, model: str, fresh: Fresh, check: Check | None) -> None:
+    """Save what was compiled, with the ``check`` that it has passed."""
+    if fresh.generated is not None:
+        told = None if check is None else asdict(check)
+        cache.save(model, fresh.factors, fresh.recipe, fresh.generated, check=told)
+
+
+def _expect(
+    module: nn.Module | None,
+    folder: Path,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    weights: Mapping[str, Tensor],
+    spec: ModelSpec,
+) -> Expected | None:
+    try:
+        if module is None:
+            from compiled import cold  # as below: compiled without weights, so this is its first start
+
+            module = cold.plain(folder, dtype, max_model_len)
+        return expect(module, weights, spec.vocab_size)
+    except Exception as error:  # transformers raises whatever it trips over; what is compiled may still be right
+        log.warning("the compiled model is not checked: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return None
 
 
 def _compile(
@@ -126,7 +172,7 @@ def _compile(
     cache: Cache,
     report: Report,
     seconds: dict[str, float],
-) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor]]":
+) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
     # transformers and torch's compiler are slow to import, and what was saved does without them.
     from compiled import cold
@@ -141,7 +187,7 @@ def _compile(
             weights = None if reading is None else reading.result()
             # Not beside the compiler: transformers changes torch's default type for a while.
             weights = weights or cold.read_through_transformers(folder, dtype, recipe.held)
-    return recipe, compiled, weights
+    return recipe, compiled, weights, described.module
 
 
 def _load(

@@ -44,14 +44,24 @@ def describe(folder: Path, dtype: torch.dtype, max_model_len: int | None, *, com
         LoadError: a kind that is not supported, by name; or no compiler.
     """
     check_compiler()
-    config = read_config(folder)
-    limit = limit_of(config, max_model_len)
-    settle_rope(config.get_text_config(decoder=True), limit)
-    module = build_skeleton(config, dtype)
+    module = _skeleton(folder, dtype, max_model_len)
     choice = choose(module) if compose else None
     buffers = compute_buffers(module)
-    facts = facts_of(folder, module, config, probe(module, limit))
+    facts = facts_of(folder, module, module.config, probe(module, limit_of(module.config, max_model_len)))
     return Description(module, facts, held_tensors(module, buffers), buffers, choice)
+
+
+def plain(folder: Path, dtype: torch.dtype, max_model_len: int | None) -> PreTrainedModel:
+    """transformers' own model without its weights, for `compiled.selfcheck`."""
+    module = _skeleton(folder, dtype, max_model_len)
+    compute_buffers(module)
+    return module
+
+
+def _skeleton(folder: Path, dtype: torch.dtype, max_model_len: int | None) -> PreTrainedModel:
+    config = read_config(folder)
+    settle_rope(config.get_text_config(decoder=True), limit_of(config, max_model_len))
+    return build_skeleton(config, dtype)
 
 
 def compile_model(

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from compiled import batch as batches
-from compiled import program
+from compiled import program, selfcheck
 from compiled.artifacts import Cache
 from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
-from compiled.build import FAST, BuildOptions, Built, Forward, build_compiled, build_eager
+from compiled.build import FAST, BuildOptions, Built, Forward, build_compiled, build_eager, keep
 from compiled.compilations import Watch
 from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
@@ -134,6 +134,10 @@ class CpuRunner:
         with torch.inference_mode():
             return self._forward(step)[1].clone()
 
+    def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
+        """Raises LoadError where the logits are not the expected ones."""
+        return selfcheck.check(expected, self.kv.page_size, self.logits)
+
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""
         self._store.poison(pages)
@@ -203,7 +207,8 @@ def build_runner(
     torch.set_num_threads(options.threads)
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
-    built = _build(folder, options, report, build)
+    cache = Cache(cache_folder() / "compiled", options.threads)
+    built = _build(folder, options, report, cache, build)
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
@@ -211,14 +216,17 @@ def build_runner(
     runner = CpuRunner(built.spec, built.run, _attention(built.layers, options))
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
     _allocate(runner, built, options)
+    if built.fresh is not None:
+        expected = built.fresh.expected
+        keep(cache, options.model, built.fresh, None if expected is None else runner.check(expected))
     return runner
 
 
-def _build(folder: Path, options: RunnerOptions, report: Report, build: BuildOptions) -> Built:
+def _build(folder: Path, options: RunnerOptions, report: Report, cache: Cache, build: BuildOptions) -> Built:
     what = (folder, options.model, pick_dtype(options.dtype), options.max_model_len, report)
     if options.eager:
         return build_eager(*what)
-    return build_compiled(*what, Cache(cache_folder() / "compiled", options.threads), build)
+    return build_compiled(*what, cache, build)
 
 
 def pick_dtype(asked: str) -> torch.dtype:

@@ -93,8 +93,10 @@ class Store:
         _touch(path / MANIFEST)
         return Entry(path, manifest, files)
 
-    def write(self, name: str, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Make the entry, in place of a damaged one if need be.
+    def write(
+        self, name: str, manifest: Mapping[str, Any], files: Mapping[str, bytes], *, replace: bool = False
+    ) -> None:
+        """Make the entry, in place of a damaged one if need be; of a whole one only if it is to be replaced.
 
         Raises:
             OSError: the folder cannot be written, or must not be (see `fault`).
@@ -111,6 +113,8 @@ class Store:
                 (unfinished / file).write_bytes(data)
                 (unfinished / file).chmod(0o644)
             unfinished.chmod(0o755)
+            if replace:
+                self.remove(name)
             self._publish(unfinished, name)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

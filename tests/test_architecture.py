@@ -71,7 +71,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
     "compiled": {
         "__init__": set(),
         "runner": {"batch", "build", "compilations", "logprobs", "sampler"},
-        "build": {"cold", "parameters", "program"},
+        "build": {"cold", "parameters", "program", "selfcheck"},
         "cold": {"parameters", "pieces", "unroll"},
         "pieces": {"artifacts", "split"},
         "unroll": {"outline", "trace"},
