@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compiled.attention import operator
 from compiled.attention.base import AttentionSpec
 from compiled.facts import context_limit, token_ids
 from compiled.probe import probe
@@ -43,17 +44,6 @@ _paged: ContextVar[PagedAttention | None] = ContextVar("paged", default=None)
 """The attention of the uncompiled run in progress. Not every model hands a keyword argument down to its layers."""
 
 
-@torch.library.custom_op("streamengine::attention", mutates_args=())
-def attention_op(q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-    """Where a traced graph is cut. It carries no layer: the order of the cuts is the order of the layers."""
-    raise RuntimeError("streamengine::attention marks a cut in a traced graph and is never executed")
-
-
-@attention_op.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TKE.shape[2])
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -67,7 +57,7 @@ def _attend(
     """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, E]``. ``s_aux`` are sinks [H]."""
     q_THD, k_TKD, v_TKE = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     if (paged := None if torch.compiler.is_compiling() else _paged.get()) is None:
-        out_THE = attention_op(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
+        out_THE = operator.attention(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
         out_THE = paged(q_THD, k_TKD, v_TKE, scale, s_aux)

@@ -17,9 +17,9 @@ from torch.export._trace import _compiling_state_context
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from compiled.attention import operator
 from compiled.model import forward
 from compiled.skeleton import named_tensors
-from compiled.split import ATTENTION_TARGETS
 
 TOKENS, ROWS = 5, 3
 """Sizes of the run: unlike each other, and unlike 1, which broadcasts."""
@@ -73,7 +73,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in ATTENTION_TARGETS:
+        if func in operator.TARGETS:
             self._write(("attention", args))
             self._end()
             self._remember(result, "attention")

@@ -165,7 +165,7 @@ def _thin(module: nn.Module) -> dict[str, Tensor]:
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_meta)
     thin = {}
     for name, tensor in (*module.named_parameters(), *buffers):
-        row = torch.linspace(-0.1, 0.2, tensor.shape[-1] if tensor.dim() else 1)
+        row = torch.linspace(-0.1, 0.2, tensor.shape[-1]) if tensor.dim() else torch.tensor(0.1)
         thin[name] = row.to(tensor.dtype).expand(tensor.shape)
     return thin
 

@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compiled.attention import operator
 from compiled.recipe import Attention, Source
-
-ATTENTION_TARGETS = {
-    torch.ops.streamengine.attention,
-    torch.ops.streamengine.attention.default,
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def _runs(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in ATTENTION_TARGETS
+    return node.op == "call_function" and node.target in operator.TARGETS
 
 
 def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str, names: Mapping[fx.Node, str]) -> Piece:
