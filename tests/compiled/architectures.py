@@ -98,9 +98,9 @@ def causal_types() -> dict[str, str]:
     }
 
 
-def shrink(kind: str) -> Any:
-    """A config of ``kind`` with one layer of each kind that the default config has, at least two."""
-    config, changes = CONFIG_MAPPING[kind], OVERRIDES.get(kind, {})
+def shrink(kind: str, **changes: Any) -> Any:
+    """A config of ``kind`` with one layer of each kind that the default config has, at least two, and ``changes``."""
+    config, changes = CONFIG_MAPPING[kind], OVERRIDES.get(kind, {}) | changes
     fields = _shrink(config(**UNBUILDABLE.get(kind, {})))
     for name, value in changes.items():
         fields[name] = fields[name] | value if name.endswith("_config") and name != PER_LAYER else value
@@ -156,6 +156,8 @@ def _rope(parameters: dict[str, Any] | None) -> Any:
 def _size(name: str, value: Any) -> Any:
     if name in FLAGS:
         return FLAGS[name]
+    if name == "attn_logit_softcapping" and value:
+        return 1.0  # low enough to matter
     number = isinstance(value, int) and not isinstance(value, bool)
     if not number and not (value is None and EMPTY.fullmatch(name)):
         return value
@@ -166,16 +168,17 @@ def _one_of_each(default: dict[str, Any], depth: int) -> list[int]:
     """The first layer of each kind, by all that the config says of single layers; twice where layers share keys."""
     lists = [value for value in default.values() if isinstance(value, list) and len(value) == depth]
     single = default.get(PER_LAYER) or {}
+    lists = [each for each in lists if len({repr(one) for one in each}) < depth]  # not the layers' numbers
     kinds = [repr([*(each[i] for each in lists), single.get(f"{i:02}")]) for i in range(depth)]
     first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     kept = first if len(first) > 1 else [0, 1]
     return kept * 2 if "num_kv_shared_layers" in default else kept
 
 
-def build(kind: str) -> PreTrainedModel:
-    """A random model of ``kind`` in which no parameter is the same number throughout."""
+def build(kind: str, **changes: Any) -> PreTrainedModel:
+    """A random model of ``shrink(kind)`` in which no parameter is the same number throughout."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(shrink(kind), attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(shrink(kind, **changes), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() > 1 and float(parameter.std()) == 0:
