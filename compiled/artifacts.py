@@ -32,7 +32,7 @@ from compiled import inductor
 from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call, Generated
 from compiled.recipe import Attention, Constant, Fed, Held, ModelFacts, Parameter, Recipe, Run
-from compiled.store import Listed, Store, Unusable, untrusted
+from compiled.store import Store, Unusable, untrusted
 
 Factors = Mapping[str, Any]
 """What an entry depends on, by name: JSON values, nested."""
@@ -124,9 +124,10 @@ class Cache:
         head = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "model": model}
         try:
             for key, generated in pieces.items():
-                about = {"kind": "piece", **head, "piece": runs.get(key, ""), "graph": key, "factors": self._machine}
+                about = {"kind": "piece", **head, "what": runs.get(key, ""), "graph": key, "factors": self._machine}
                 self.store.write(self._piece_name(key), about, _piece_files(generated))
-            about = {"kind": "recipe", **head, "notes": notes, "pieces": runs, "factors": factors}
+            what = f"{len(recipe.model.layers)} layers of {len(runs)} pieces"
+            about = {"kind": "recipe", **head, "what": what, "notes": notes, "pieces": runs, "factors": factors}
             self.store.write(_recipe_name(factors), about, _recipe_files(recipe), replace=True)
         except OSError as error:
             log.warning("what was compiled is not saved: %s", error)
@@ -171,14 +172,6 @@ class Cache:
 
     def _piece_name(self, key: str) -> str:
         return f"piece-{_digest({'graph': key, **self._machine})}"
-
-
-def summary(entry: Listed) -> dict[str, Any]:
-    """What `streamengine cache ls` tells of an entry."""
-    manifest = entry.manifest
-    what = manifest["piece"] if manifest["kind"] == "piece" else f"{len(manifest['pieces'])} pieces"
-    told = {"entry": entry.name, "kind": manifest["kind"], "model": manifest["model"], "what": what}
-    return told | {"created": manifest["created"], "used": entry.used, "size_bytes": entry.size}
 
 
 def machine_factors(threads: int) -> Factors:

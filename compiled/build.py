@@ -115,8 +115,7 @@ def build_compiled(
         LoadError: why this model cannot be served here.
     """
     seconds: dict[str, float] = {}
-    config = read_json(folder / "config.json")
-    factors = cache.factors(config, dtype=str(dtype), max_model_len=max_model_len, **asdict(options))
+    factors = factors_of(folder, dtype, max_model_len, cache, options)
     with _timed(seconds, "look"):
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
@@ -136,6 +135,34 @@ def build_compiled(
         program = bind(recipe, functions, weights)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
     return Built(spec, recipe.model.layers, program, recipe.model.work, seconds, runs, len(functions), fresh)
+
+
+def factors_of(
+    folder: Path, dtype: torch.dtype, max_model_len: int | None, cache: Cache, options: BuildOptions
+) -> Factors:
+    """All that decides what is compiled for the model in ``folder``."""
+    config = read_json(folder / "config.json")
+    return cache.factors(config, dtype=str(dtype), max_model_len=max_model_len, **asdict(options))
+
+
+def compile_only(
+    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, cache: Cache
+) -> bool:
+    """Fill ``cache`` from the model's config, without any of its weights; False where there was nothing to do. What
+    is saved is checked by the first start that has weights.
+
+    Raises:
+        LoadError: why this model cannot be served here.
+    """
+    factors = factors_of(folder, dtype, max_model_len, cache, FAST)
+    if cache.load(name, factors) is not None:
+        return False
+    from compiled import cold  # as below
+
+    described = cold.describe(folder, dtype, max_model_len)
+    recipe, compiled = cold.compile_model(described, cache, report, {})
+    keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
+    return True
 
 
 def keep(cache: Cache, model: str, fresh: Fresh, check: Check | None) -> None:

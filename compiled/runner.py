@@ -22,7 +22,17 @@ from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
-from compiled.build import FAST, BuildOptions, Built, Forward, build_compiled, build_eager, keep
+from compiled.build import (
+    FAST,
+    BuildOptions,
+    Built,
+    Forward,
+    build_compiled,
+    build_eager,
+    compile_only,
+    factors_of,
+    keep,
+)
 from compiled.compilations import Watch
 from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
@@ -31,7 +41,7 @@ from compiled.native import KernelUnavailable
 from compiled.parameters import DTYPES
 from compiled.sampler import sample
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
-from compiled.weights import Report, cache_folder, resolve
+from compiled.weights import Report, cache_folder, has_weights, resolve
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +217,7 @@ def build_runner(
     torch.set_num_threads(options.threads)
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
-    cache = Cache(cache_folder() / "compiled", options.threads)
+    cache = open_cache(options)
     built = _build(folder, options, report, cache, build)
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
@@ -227,6 +237,37 @@ def _build(folder: Path, options: RunnerOptions, report: Report, cache: Cache, b
     if options.eager:
         return build_eager(*what)
     return build_compiled(*what, cache, build)
+
+
+def open_cache(options: RunnerOptions) -> Cache:
+    """What was compiled before, for so many threads."""
+    return Cache(cache_folder() / "compiled", options.threads)
+
+
+def precompile(options: RunnerOptions, report: Report) -> bool:
+    """Do all that a first start compiles, so that the next one compiles nothing; False where there was nothing to do.
+    A folder with a config and no weights will do; where there are weights, what was compiled is checked with them.
+
+    Raises:
+        LoadError: one line that says why this model cannot be served here.
+    """
+    torch.set_num_threads(options.threads)
+    folder = resolve(options.model, offline=options.offline, report=report, weights=False)
+    what = (folder, pick_dtype(options.dtype), options.max_model_len, open_cache(options))
+    if has_weights(folder):
+        known = what[-1].explain(options.model, factors_of(*what, FAST)) is None
+        build_runner(options, report).warmup()
+        return not known
+    pick_attention(options.attention, cache_folder() / "kernels")
+    return compile_only(folder, options.model, *what[1:3], report, what[3])
+
+
+def explain(options: RunnerOptions, report: Report) -> str | None:
+    """Why the next start would compile, None if it would not. Raises LoadError for a model that is not there."""
+    folder = resolve(options.model, offline=options.offline, report=report, weights=False)
+    cache = open_cache(options)
+    factors = factors_of(folder, pick_dtype(options.dtype), options.max_model_len, cache, FAST)
+    return cache.explain(options.model, factors)
 
 
 def pick_dtype(asked: str) -> torch.dtype:

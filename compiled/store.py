@@ -62,6 +62,11 @@ class Listed:
     size: int
     used: float
 
+    def told(self) -> dict[str, Any]:
+        """The same in a line: what is said of it on the command line."""
+        head = {key: self.manifest.get(key, "") for key in ("kind", "model", "what", "created")}
+        return {"entry": self.name, **head, "used": int(self.used), "size_bytes": self.size}
+
 
 class Store:
     """Safe for any number of processes at once. Makes its folder when it saves first."""

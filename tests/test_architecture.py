@@ -27,10 +27,11 @@ BELOW: dict[str, dict[str, set[str]]] = {
     "streamengine": {
         "__init__": {"compose"},
         "__main__": {"cli"},
-        "cli": {"server", "bench", "chat", "doctor", "options", "replay", "terminal"},
+        "cli": {"server", "bench", "chat", "doctor", "options", "precompile", "replay", "terminal"},
         "bench": {"compose"},
         "chat": {"terminal"},
         "doctor": {"compose"},
+        "precompile": {"options", "terminal"},
         "options": {"sampling"},
         "terminal": {"compose"},
         "server": {"session"},

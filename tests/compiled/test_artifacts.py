@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compiled import inductor, store
-from compiled.artifacts import differences, summary
+from compiled.artifacts import differences
 from compiled.store import Store
 from tests.compiled import small_piece
 from tests.compiled.small_piece import CONFIG, KEY, RECIPE, arguments, compute, fill, find, open_cache
@@ -273,8 +273,8 @@ def test_the_first_compile_of_a_model_has_nothing_to_compare_with(tmp_path: Path
 
 
 def test_a_listing_tells_size_model_and_pieces(folder: Path) -> None:
-    told = {line["kind"]: line for line in map(summary, Store(folder).entries())}
-    assert told["recipe"]["what"] == "1 pieces"
+    told = {listed.told()["kind"]: listed.told() for listed in Store(folder).entries()}
+    assert told["recipe"]["what"] == "1 layers of 1 pieces"
     assert told["piece"]["what"] == "layers.0: norm+qkv"
     assert {line["model"] for line in told.values()} == {"tiny"}
     size = sum(file.stat().st_size for file in entry(folder, "piece").iterdir())
