@@ -25,12 +25,14 @@ from compiled.artifacts import Cache, Factors
 from compiled.attention.base import AttentionSpec
 from compiled.facts import spec_of
 from compiled.inductor import Generated
+from compiled.linear.op import load_kernel
+from compiled.native import KernelUnavailable
 from compiled.parameters import read_directly
 from compiled.program import LayerAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
-from compiled.step import ModelSpec
-from compiled.weights import Report, read_json
+from compiled.step import LoadError, ModelSpec
+from compiled.weights import Report, cache_folder, read_json
 
 if TYPE_CHECKING:
     from compiled.pieces import Compiled
@@ -46,9 +48,11 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Parts of the way to a compiled model that tests switch off. ``compose``: trace one layer of each kind only."""
+    """Parts of the way to a compiled model that tests switch off. ``compose``: trace one layer of each kind only;
+    ``fuse``: linears are merged and read packed weights."""
 
     compose: bool = True
+    fuse: bool = True
 
 
 FAST = BuildOptions()
@@ -120,6 +124,7 @@ def build_compiled(
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
     if found is not None:
+        _load_kernel()
         recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, seconds)
     else:
@@ -159,8 +164,9 @@ def compile_only(
         return False
     from compiled import cold  # as below
 
+    _load_kernel()
     described = cold.describe(folder, dtype, max_model_len)
-    recipe, compiled = cold.compile_model(described, cache, report, {})
+    recipe, compiled = cold.compile_model(described, cache, report, {}, fused=FAST.fuse)
     keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
     return True
 
@@ -205,12 +211,14 @@ def _compile(
     from compiled import cold
 
     report("trace", 0, 0)
-    with _timed(seconds, "describe"):
-        described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
-    with ThreadPoolExecutor(1, "streamengine-read") as reader:
+    with ThreadPoolExecutor(2, "streamengine-read") as reader:
+        kernel = reader.submit(_load_kernel)
+        with _timed(seconds, "describe"):
+            described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
         reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None
-        recipe, compiled = cold.compile_model(described, cache, report, seconds)
+        recipe, compiled = cold.compile_model(described, cache, report, seconds, fused=options.fuse)
         with _timed(seconds, "load"):
+            kernel.result()
             weights = None if reading is None else reading.result()
             # Not beside the compiler: transformers changes torch's default type for a while.
             weights = weights or cold.read_through_transformers(folder, dtype, recipe.held)
@@ -228,6 +236,13 @@ def _load(
 
             weights = cold.read_through_transformers(folder, dtype, recipe.held)
     return weights
+
+
+def _load_kernel() -> None:
+    try:
+        load_kernel(cache_folder() / "kernels")
+    except KernelUnavailable as error:
+        raise LoadError(f"compiled models need the kernel of linear layers: {error}; use --eager") from error
 
 
 def _spec(facts: ModelFacts, folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> ModelSpec:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from compiled.artifacts import Cache
+from compiled.fuse import fuse
 from compiled.model import facts_of, limit_of, read_config, read_weights
 from compiled.pieces import Compiled, check_compiler, compile_pieces
 from compiled.probe import probe
@@ -65,12 +66,18 @@ def _skeleton(folder: Path, dtype: torch.dtype, max_model_len: int | None) -> Pr
 
 
 def compile_model(
-    described: Description, cache: Cache, report: Callable[[str, float, float], None], seconds: dict[str, float]
+    described: Description,
+    cache: Cache,
+    report: Callable[[str, float, float], None],
+    seconds: dict[str, float],
+    *,
+    fused: bool,
 ) -> tuple[Recipe, Compiled]:
-    """Trace, split and compile, whatever the depth, one layer of each kind. ``seconds`` gets the time of each."""
+    """Trace, split, fuse and compile, whatever the depth, one layer of each kind. ``seconds`` gets the time of each."""
     report("trace", 0, 0)
     started = time.perf_counter()
     parts = split_model(described.module, described.choice, described.buffers)
+    parts = fuse(parts) if fused else parts
     seconds["trace"] = time.perf_counter() - started
     started = time.perf_counter()
     compiled = compile_pieces(parts, cache, report)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled.inductor import Call
+from compiled.linear.op import pack
 from compiled.recipe import Fed, Parameter, Recipe, Run
 
 SMALLEST = 2
@@ -118,5 +119,4 @@ def _parameter(source: Parameter, weights: MutableMapping[str, Tensor], left: di
         parts.append(weights[name] if left[name] else weights.pop(name))
     merged = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
-    assert not source.packed
-    return merged
+    return pack(merged) if source.packed else merged

@@ -5,6 +5,7 @@ compiled before the kernel is there; `load_kernel` gives it one on the CPU. Each
 the order of the inputs: a row has the same bits whatever rows are computed with it and on any number of threads.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +23,7 @@ _HERE = Path(__file__).parent
 _SHARED = _HERE.parent / "attention"
 _SOURCES = (_HERE / "linear.cpp", _HERE / "product.h", _SHARED / "formats.h", _SHARED / "simd.h")
 
-torch.library.define(
-    "streamengine::linear", "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor"
-)
+torch.library.define("streamengine::linear", "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
 
 
 @torch.library.register_fake("streamengine::linear")
@@ -33,13 +32,13 @@ def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tens
 
 
 @cache
-def load_kernel(folder: Path | None = None) -> None:
+def load_kernel(folder: Path | None = None, flags: Sequence[str] = FLAGS) -> None:
     """Give ``streamengine::linear`` its kernel, compiled first if ``folder`` does not have it (see `compiled.native`).
 
     Raises `compiled.native.KernelUnavailable`.
     """
     torch_folder = Path(torch.__file__).parent
-    flags = (*FLAGS, f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
+    flags = (*flags, f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
     load_library(_SOURCES, folder, flags=flags)
 
 

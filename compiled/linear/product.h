@@ -29,7 +29,7 @@ constexpr int kTileRows = kLanes == 16 ? 14 : 5;          // its sums fill the 3
 constexpr int64_t kBlockSteps = 1024;                     // of a panel, which then stay in L2 for all rows
 constexpr int64_t kChunkBytes = 256 << 10;                // of x, which stay in L2 for all panels
 constexpr int64_t kChunkRows = 256;
-constexpr int64_t kAhead = 16 << 10;                      // bytes that are fetched ahead from memory
+constexpr int64_t kAhead = 4 << 10;                       // bytes that are fetched ahead from memory
 constexpr int64_t kAlone = 32 << 10;                      // multiplications that are not worth a second thread
 
 using simd::Float32;
