@@ -64,7 +64,7 @@ test-slow: $(VENV)/.dev $(VENV)/.model
 asan: $(VENV)/.dev
 	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
-	$(RUN) pytest -q --timeout=600 tests/compiled/test_attention.py
+	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py
 
 check: $(VENV)/.dev
 	$(RUN) ruff check .
