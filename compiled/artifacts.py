@@ -37,7 +37,7 @@ from compiled.store import Store, Unusable, untrusted
 Factors = Mapping[str, Any]
 """What an entry depends on, by name: JSON values, nested."""
 
-_SOURCE, _RECIPE, _CONSTANTS, _LIBRARY = "piece.py", "recipe.json", "constants.safetensors", ".so"
+_SOURCE, _RECIPE, _CONSTANTS, _LIBRARY = "piece.py", "recipe.json", "constants.safetensors", "kernels.so"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 """Entries of a config that change no graph."""
 
@@ -165,8 +165,8 @@ class Cache:
         if not self._open or (entry := self.store.read(self._piece_name(key))) is None:
             return None
         try:
-            kernels = {name.removesuffix(_LIBRARY): entry.path / name for name in entry.files if _LIBRARY in name}
-            return inductor.load(Generated(entry.files[_SOURCE].decode(), kernels, _tensors(entry.files)))
+            library = entry.path / _LIBRARY if _LIBRARY in entry.files else None
+            return inductor.load(Generated(entry.files[_SOURCE].decode(), library, _tensors(entry.files)))
         except Exception as error:  # it is ours and whole: another libc, a full memory, a bug
             raise Unusable(f"{entry.path} does not load: {type(error).__name__}: {error}") from error
 
@@ -236,8 +236,8 @@ def _recipe_name(factors: Factors) -> str:
 
 
 def _piece_files(generated: Generated) -> dict[str, bytes]:
-    libraries = {f"{name}{_LIBRARY}": path.read_bytes() for name, path in generated.kernels.items()}
-    return {_SOURCE: generated.source.encode(), **libraries, **_constants(generated.constants)}
+    library = {} if generated.library is None else {_LIBRARY: generated.library.read_bytes()}
+    return {_SOURCE: generated.source.encode(), **library, **_constants(generated.constants)}
 
 
 def _recipe_files(recipe: Recipe) -> dict[str, bytes]:

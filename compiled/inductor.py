@@ -1,16 +1,15 @@
 """A graph → code that Inductor writes for it, as files that load again without Inductor and without Dynamo.
 
-Inductor writes a Python module, whose ``call`` runs the graph, and one shared library per fused C++ kernel.
-`generate` keeps of the module what ``call`` needs and nothing else, so that loading it imports torch alone: no
-compiler package (3 s), no pickle, no look-up in a cache that others could write. A fresh piece and a stored one
-are loaded by the same function from the same text, so a warm start runs what the cold one ran.
+Inductor writes a Python module, whose ``call`` runs the graph, and C++ kernels; those of all pieces are compiled
+together (see `compiled.kernels`). Of the module is kept what ``call`` needs and nothing else, so that loading it
+imports torch alone: no compiler package (3 s), no pickle, no look-up in a cache that others could write. A fresh
+piece and a stored one are loaded by the same function from the same text, so a warm start runs what the cold one
+ran.
 """
 
 import ast
 import builtins
 import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from compiled import kernels
+from compiled.kernels import Kernel
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """Runs a piece: a list of its inputs, which is emptied so that each is freed after its last use → its outputs."""
@@ -35,11 +37,20 @@ OPTIONS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """What Inductor wrote: ``source`` defines ``call`` and asks for ``kernels``, which are shared libraries by
-    name, and for ``constants``, which are tensors by the names of the globals that they become."""
+    """What Inductor wrote: ``source`` defines ``call`` and asks for kernels of ``library`` (None: there are none), and
+    for ``constants``, which are tensors by the names of the globals that they become."""
 
     source: str
-    kernels: Mapping[str, Path]
+    library: Path | None
+    constants: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The same before its ``kernels``, by symbol, are compiled."""
+
+    source: str
+    kernels: Mapping[str, Kernel]
     constants: Mapping[str, Tensor]
 
 
@@ -47,10 +58,29 @@ class NotPortable(Exception):
     """Inductor wrote something that runs in this process only. One line says what."""
 
 
-def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path | None = None) -> Generated:
-    """Compile ``graph`` for ``inputs``: fake tensors of one mode and symbolic sizes. ``graph`` is used up.
+def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Generated:
+    """`write` and `build` for one graph."""
+    return build({"": write(graph, inputs, folder)}, folder)[""]
 
-    ``folder`` is where Inductor works, and it loads what it finds there; see `compiled.artifacts.Cache.workshop`.
+
+def build(written: Mapping[str, Written], folder: Path) -> dict[str, Generated]:
+    """Compile the kernels of all that was ``written``, as one library in ``folder``.
+
+    Raises:
+        NotCompiled: what the compiler says.
+    """
+    together = {symbol: kernel for one in written.values() for symbol, kernel in one.kernels.items()}
+    with _working_in(folder):
+        library = kernels.build(together, folder) if together else None
+    return {
+        name: Generated(one.source, library if one.kernels else None, one.constants) for name, one in written.items()
+    }
+
+
+def write(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Written:
+    """Code for ``graph`` and ``inputs``: fake tensors of one mode and symbolic sizes. ``graph`` is used up.
+
+    ``folder`` is where Inductor works; see `compiled.artifacts.Cache.workshop`.
 
     Raises:
         NotPortable: its code cannot be kept as files.
@@ -76,22 +106,21 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path | None =
 
 
 @contextmanager
-def _working_in(folder: Path | None) -> Iterator[None]:
-    """Inductor's files and its precompiled header, which would lie in folders under /tmp that are its user's by
-    name only."""
-    from torch._inductor import codecache  # as above
-
-    if folder is None:
-        yield
-        return
+def _working_in(folder: Path) -> Iterator[None]:
+    """Inductor's files, which would lie in a folder under /tmp that is its user's by name only. Its own C++ compiler
+    does not run: kernels are only noted, and vector extensions not tried."""
+    from torch._inductor.async_compile import AsyncCompile  # as above
+    from torch._inductor.cpu_vec_isa import VecISA
 
     variable, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    codecache._HEADER_DIR = str(folder / "precompiled_headers")
-    codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
+    own = AsyncCompile.cpp_pybinding, VecISA.check_build
     os.environ[variable] = str(folder)
+    AsyncCompile.cpp_pybinding = lambda _, arguments, source: Kernel(tuple(arguments), source)
+    VecISA.check_build = kernels.believes_flags
     try:
         yield
     finally:
+        AsyncCompile.cpp_pybinding, VecISA.check_build = own
         os.environ.pop(variable)
         if before is not None:
             os.environ[variable] = before
@@ -99,12 +128,10 @@ def _working_in(folder: Path | None) -> Iterator[None]:
 
 def load(generated: Generated) -> Call:
     """The piece's function. Raises ImportError or OSError for a kernel that does not load here."""
-    # How a kernel finds the address of a tensor's data: it is compiled without torch's headers.
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
     module = ModuleType("compiled_piece")
     module.__dict__.update(generated.constants)
-    module.__dict__["kernel"] = lambda name: _load_kernel(generated.kernels[name])
+    if generated.library is not None:
+        module.__dict__["kernel"] = vars(kernels.load(generated.library)).__getitem__
     _Text(generated.source).exec_module(module)
     call: Call = module.__dict__["call"]
     return call
@@ -120,27 +147,20 @@ class _Text(importlib.abc.InspectLoader):
         return self._source
 
 
-def _load_kernel(path: Path) -> Callable[..., None]:
-    loader = importlib.machinery.ExtensionFileLoader(f"{path.stem}.kernel", str(path))
-    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    function: Callable[..., None] = module.kernel
-    return function
-
-
-def _portable(result: Any) -> Generated:
+def _portable(result: Any) -> Written:
     """``result`` is Inductor's ``CompiledFxGraph``."""
     if result.torchbind_constants or result.opaque_value_type_classes or result.frozen_param_names:
         raise NotPortable("it holds objects that are no tensors")
     there = result.current_callable.__func__.__globals__
-    source, kernels = prune(result.source_code, result.constants)
-    return Generated(source, {name: Path(there[name].__self__.__file__) for name in kernels}, result.constants)
+    noted = {name: value for name, value in there.items() if isinstance(value, Kernel)}
+    symbols = {name: kernel.symbol for name, kernel in noted.items()}
+    source = prune(result.source_code, result.constants, symbols)
+    return Written(source, {kernel.symbol: kernel for kernel in noted.values()}, result.constants)
 
 
-def prune(source: str, constants: Mapping[str, Tensor]) -> tuple[str, list[str]]:
-    """``source`` without what ``call`` does not need, and the names of its C++ kernels.
+def prune(source: str, constants: Mapping[str, Tensor], symbols: Mapping[str, str]) -> str:
+    """``source`` without what ``call`` does not need, and with its C++ kernels taken from a library that has them by
+    ``symbols``.
 
     Raises:
         NotPortable: it needs something that is neither in it nor in ``constants``.
@@ -151,19 +171,18 @@ def prune(source: str, constants: Mapping[str, Tensor]) -> tuple[str, list[str]]
     missing = {n for s in kept for n in _free(s)} - names - constants.keys() - set(dir(builtins)) - {"async_compile"}
     if missing:
         raise NotPortable(f"it needs {', '.join(sorted(missing))}")
-    lines, text, kernels = source.splitlines(), [], []
+    lines, text = source.splitlines(), []
     for statement in kept:
         if _is_kernel(statement):
             (name,) = _bound(statement)
-            kernels.append(name)
-            text.append(f"{name} = kernel({name!r})")
+            text.append(f"{name} = kernel({symbols[name]!r})")
         elif "extern_kernels" in _bound(statement) and _are_torchs(kept):
             text.append("import torch as extern_kernels")
         elif "async_compile" in _free(statement) or "async_compile" in _bound(statement):
             raise NotPortable(f"it compiles when it is loaded: {ast.unparse(statement)[:80]}")
         else:
             text += lines[statement.lineno - 1 : statement.end_lineno]
-    return "\n".join(text) + "\n", kernels
+    return "\n".join(text) + "\n"
 
 
 def _needed(statements: list[ast.stmt], root: str) -> list[ast.stmt]:

@@ -14,7 +14,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from compiled import inductor
 from compiled.artifacts import Cache
-from compiled.inductor import Call, Generated, NotPortable
+from compiled.inductor import Call, Generated, NotPortable, Written
 from compiled.split import Split
 from compiled.step import LoadError
 
@@ -41,19 +41,22 @@ def check_compiler() -> None:
 
 def compile_pieces(parts: Split, cache: Cache, report: Callable[[str, float, float], None]) -> Compiled:
     """A function for each unique piece, taken from ``cache`` where it has one."""
-    compiled = Compiled()
+    compiled, written = Compiled(), dict[str, Written]()
     for done, piece in enumerate(parts.unique):
-        report("compile", done, len(parts.unique))
+        report("compile", done, len(parts.unique) + 1)
         if (function := cache.piece(piece.key)) is None:
             try:
                 fresh = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
-                generated = inductor.generate(fresh, example_inputs(piece.graph), cache.workshop)
-                function, compiled.generated[piece.key] = inductor.load(generated), generated
+                written[piece.key] = inductor.write(fresh, example_inputs(piece.graph), cache.workshop)
+                continue
             except NotPortable as reason:
                 log.warning("%s is compiled at each start: %s", piece.name, reason)
                 function = compiled.homebound[piece.key] = _compile_at_home(piece.graph)
         compiled.functions[piece.key] = function
-    report("compile", len(parts.unique), len(parts.unique))
+    report("compile", len(parts.unique), len(parts.unique) + 1)
+    compiled.generated.update(inductor.build(written, cache.workshop))
+    compiled.functions.update({key: inductor.load(generated) for key, generated in compiled.generated.items()})
+    report("compile", len(parts.unique) + 1, len(parts.unique) + 1)
     return compiled
 
 
