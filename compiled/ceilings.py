@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from compiled.model import DTYPES
+from compiled.parameters import DTYPES
 
 _READ_BYTES = 512 * 2**20
 _SIDE = 2048

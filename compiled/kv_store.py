@@ -1,7 +1,8 @@
-"""The physical KV cache: one tensor, page-major over all layers, ``[P, L, 2, S, K, D]``.
+"""The physical KV cache: one block of bytes a page, which holds all layers' keys and values of its slots.
 
-A page is one contiguous block, so that it can move as one. Attention sees each layer as two strided
-views ``[P, S, K, D]`` with equal strides. The memory starts zeroed: padding reads finite numbers.
+So a page can move as one. Within it layer i has keys ``[S, K, D]`` and values ``[S, K, E]``, each from a cache
+line's beginning; attention sees them as strided views over all pages. Layers may differ in K, D and E. The memory
+starts zeroed: padding reads finite numbers.
 """
 
 from collections.abc import Iterable
@@ -20,19 +21,37 @@ SHARE_OF_FREE_MEMORY = 0.4
 
 
 @dataclass(frozen=True)
-class KVShape:
-    """The part of the shape that the model and the config give."""
+class LayerShape:
+    """K, D and E of one layer."""
 
-    layers: int
-    page_size: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The part of the shape that the model and the config give. ``window`` is the one that all layers share."""
+
+    layers: tuple[LayerShape, ...]
+    page_size: int
     dtype: torch.dtype
     window: int | None = None
 
     @property
+    def blocks(self) -> tuple[tuple[int, int, int], ...]:
+        """Keys of layer 0, values of layer 0, keys of layer 1, …: heads, size and offset in the page's bytes."""
+        blocks, offset = [], 0
+        for layer in self.layers:
+            for size in (layer.head_dim, layer.value_dim):
+                blocks.append((layer.num_kv_heads, size, offset))
+                offset += _lines(self.page_size * layer.num_kv_heads * size * self.dtype.itemsize)
+        return tuple(blocks)
+
+    @property
     def page_bytes(self) -> int:
-        return 2 * self.layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        heads, size, offset = self.blocks[-1]
+        return offset + _lines(self.page_size * heads * size * self.dtype.itemsize)
 
 
 class KVStore:
@@ -47,11 +66,12 @@ class KVStore:
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
         self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
-        size = (pages, shape.layers, 2, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self._store = _zeros(pages * shape.page_bytes).view(shape.dtype).view(size)
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self._store[:, layer, 0], self._store[:, layer, 1]) for layer in range(shape.layers)
-        )
+        self._store = _zeros(needed).view(shape.dtype).view(pages, shape.page_bytes // shape.dtype.itemsize)
+        views = []
+        for heads, size, offset in shape.blocks:
+            block = self._store[:, offset // shape.dtype.itemsize :][:, : shape.page_size * heads * size]
+            views.append(block.view(pages, shape.page_size, heads, size))
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(views[::2], views[1::2], strict=True))
 
     def copy(self, source: int, target: int) -> None:
         """All layers of page ``source`` to page ``target``."""
@@ -84,6 +104,11 @@ def size_pool(shape: KVShape, *, asked: int | None, wanted_tokens: int, max_mode
             f"fewer than max_model_len {max_model_len}; lower max_model_len or free memory"
         )
     return pages
+
+
+def _lines(size: int) -> int:
+    """``size`` rounded up to whole cache lines."""
+    return -(-size // _CACHE_LINE) * _CACHE_LINE
 
 
 def _zeros(size: int) -> Tensor:

@@ -6,6 +6,7 @@ its attention is learnt by running it once (`probe`), never from a list of names
 does not have is refused at load.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,38 +15,33 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers import logging as transformers_logging
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compiled.attention import operator
 from compiled.attention.base import AttentionSpec
-from compiled.step import LoadError, ModelSpec
-from compiled.weights import read_json, vocabulary_size
+from compiled.facts import context_limit, token_ids
+from compiled.probe import probe
+from compiled.recipe import ModelFacts
+from compiled.rope import settle_rope
+from compiled.step import LoadError
+from compiled.weights import read_json
 
 ATTENTION = "streamengine_paged"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-HARMLESS = {"position_ids", "dropout", "use_cache", "cache", "output_attentions", "is_causal", "sliding_window"}
-"""Keyword arguments of an attention call that say nothing new to a paged, causal, cacheless forward pass
-(``is_causal`` and ``sliding_window`` are looked at by value). Any other that is not None is refused by name."""
 
 
 class PagedAttention(Protocol):
     """What stands in for the attention of every layer in an uncompiled run; called in layer order."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """``q_THD, k_TKD, v_TKD`` → ``out_THD``."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """``q_THD, k_TKD, v_TKE, scale, sinks_H`` → ``out_THE``."""
         ...
 
 
-@torch.library.custom_op("streamengine::attention", mutates_args=())
-def attention_op(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Where a traced graph is cut. It carries no layer: the order of the cuts is the order of the layers."""
-    raise RuntimeError("streamengine::attention marks a cut in a traced graph and is never executed")
-
-
-@attention_op.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    return q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TKD.shape[2])
+_paged: ContextVar[PagedAttention | None] = ContextVar("paged", default=None)
+"""The attention of the uncompiled run in progress. Not every model hands a keyword argument down to its layers."""
 
 
 def _attend(
@@ -55,19 +51,17 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    paged: PagedAttention | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, D]``."""
-    q_THD, k_TKD, v_TKD = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
-    if paged is None:
-        out_THD = attention_op(q_THD, k_TKD, v_TKD)
+    """transformers' attention interface: ``query [1, H, T, D]`` → ``[1, T, H, E]``. ``s_aux`` are sinks [H]."""
+    q_THD, k_TKD, v_TKE = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    if (paged := None if torch.compiler.is_compiling() else _paged.get()) is None:
+        out_THE = operator.attention(q_THD, k_TKD, v_TKE, *(() if s_aux is None else (s_aux,)))
     else:
         scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
-        if isinstance(paged, _Probe):
-            paged.ask(module, attention_mask, kwargs)
-        out_THD = paged(q_THD, k_TKD, v_TKD, scale)
-    return out_THD.unsqueeze(0), None
+        out_THE = paged(q_THD, k_TKD, v_TKE, scale, s_aux)
+    return out_THE.unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -75,77 +69,63 @@ AttentionInterface.register(ATTENTION, _attend)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights in memory and what they need: ``layers[i]`` describes the attention of layer i."""
+    """Weights in memory, and what is known of them."""
 
     module: PreTrainedModel
-    spec: ModelSpec
-    layers: tuple[AttentionSpec, ...]
-
-    def forward(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None) -> Tensor:
-        """Logits ``[R, V]`` of the tokens at indices ``rows_R``; ``paged`` is None while tracing."""
-        return forward(self.module, ids_T, positions_T, rows_R, paged)
+    facts: ModelFacts
 
 
 def forward(
     module: nn.Module, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, paged: PagedAttention | None
 ) -> Tensor:
-    """See `LoadedModel.forward`."""
-    extra = {} if paged is None else {"paged": paged}
+    """Logits ``[R, V]`` of the tokens at indices ``rows_R``; ``paged`` is None while tracing."""
+    if paged is None:
+        return _forward(module, ids_T, positions_T, rows_R)
+    before = _paged.set(paged)
+    try:
+        return _forward(module, ids_T, positions_T, rows_R)
+    finally:
+        _paged.reset(before)
+
+
+def _forward(module: nn.Module, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
     output = module(
-        input_ids=ids_T.unsqueeze(0),
-        position_ids=positions_T.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=rows_R,
-        **extra,
+        input_ids=ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, logits_to_keep=rows_R
     )
     return output.logits.squeeze(0)
 
 
-def load(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
+def load(folder: Path, dtype: torch.dtype, max_model_len: int | None) -> LoadedModel:
     """Read the weights of ``folder`` and learn what the model asks of its attention.
 
     Raises:
         LoadError: a kind that is not supported, by name; or a checkpoint that cannot be read.
     """
-    config = _config(folder)
-    limit = _context_limit(config, max_model_len)
-    eos = _eos_token_ids(folder, config)
-    vocabulary = vocabulary_size(folder) or config.vocab_size
-    module = _weights(folder, dtype)
-    layers = probe(module, limit)
-    spec = ModelSpec(
-        name=name,
-        folder=str(folder),
+    config = read_config(folder)
+    limit = limit_of(config, max_model_len)
+    settle_rope(config.get_text_config(decoder=True), limit)
+    module = read_weights(folder, dtype, config)
+    return LoadedModel(module, facts_of(folder, module, config, probe(module, limit)))
+
+
+def facts_of(folder: Path, module: PreTrainedModel, config: Any, layers: tuple[AttentionSpec, ...]) -> ModelFacts:
+    """What is known of ``module``, whose weights may be anywhere."""
+    text = config.get_text_config(decoder=True)
+    changes = get_model_conversion_mapping(module)
+    return ModelFacts(
         architecture=type(module).__name__,
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=min(vocabulary, config.vocab_size),
-        max_model_len=limit,
-        eos_token_ids=eos,
+        vocab_size=text.vocab_size,
+        context=getattr(text, "max_position_embeddings", None),
+        eos_token_ids=token_ids(folder / "config.json", getattr(text, "eos_token_id", None)),
+        layers=layers,
+        work=work_of(module),
+        verbatim=not any(isinstance(change, WeightConverter) for change in changes),
     )
-    return LoadedModel(module, spec, layers)
 
 
-def probe(module: PreTrainedModel, max_model_len: int) -> tuple[AttentionSpec, ...]:
-    """Run two tokens through the model and note each attention call, in order.
-
-    Raises:
-        LoadError: naming what the calls ask for and the paged backends do not have.
-    """
-    seen = _Probe(max_model_len)
-    tokens = torch.zeros(2, dtype=torch.long)
-    with torch.no_grad():
-        forward(module, tokens, torch.arange(2), torch.arange(2), seen)
-    layers = getattr(module.config, "num_hidden_layers", None)
-    if len(seen.layers) != layers:
-        raise LoadError(
-            f"{type(module).__name__} made {len(seen.layers)} attention calls for {layers} layers: "
-            "only models in which every layer is one softmax attention are supported"
-        )
-    if len(set(seen.layers)) > 1:
-        windows = sorted({layer.window or 0 for layer in seen.layers})
-        what = f"windows {windows} (0: none)" if len(windows) > 1 else "shapes"
-        raise LoadError(f"{type(module).__name__} mixes attention {what} in its layers, which is not supported yet")
-    return tuple(seen.layers)
+def limit_of(config: Any, asked: int | None) -> int:
+    """Tokens of prompt and answer; see `context_limit`."""
+    return context_limit(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None), asked)
 
 
 def work_of(module: PreTrainedModel) -> dict[str, float]:
@@ -164,39 +144,8 @@ def work_of(module: PreTrainedModel) -> dict[str, float]:
     }
 
 
-class _Probe:
-    """A `PagedAttention` that looks and computes nothing."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self.layers: list[AttentionSpec] = []
-        self._max_model_len = max_model_len
-        self._window: int | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        heads, size = query.shape[1:]
-        if value.shape[-1] != size:
-            raise LoadError(f"head size {size} of keys and {value.shape[-1]} of values differ: not supported yet")
-        if size % 8:
-            raise LoadError(f"head size {size} is not a multiple of 8")
-        self.layers.append(AttentionSpec(heads, key.shape[1], size, scale, self._window))
-        return torch.zeros_like(query)
-
-    def ask(self, module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-        """Note the next call's window. LoadError for an argument that would change the result and that no
-        backend implements."""
-        name = type(module).__name__
-        if mask is not None:
-            raise LoadError(f"{name} builds an attention mask of its own, which paged attention does not take")
-        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise LoadError(f"{name} is not causal: only decoders are supported")
-        window = kwargs.get("sliding_window")  # one that holds the whole context is none
-        self._window = None if window is None or window >= self._max_model_len else window
-        for key, value in kwargs.items():
-            if key not in HARMLESS and value is not None and value is not False:
-                raise LoadError(f"{name} asks its attention for {key!r}, which is not supported yet")
-
-
-def _config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """transformers' config of the model in ``folder``. Raises LoadError for a kind that is not supported."""
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -213,11 +162,14 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def read_weights(folder: Path, dtype: torch.dtype, config: Any = None) -> PreTrainedModel:
+    """The model of ``config`` (None: the folder's own) with its weights, whatever transformers must do to get them.
+    Raises LoadError."""
     transformers_logging.disable_progress_bar()
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             attn_implementation=ATTENTION,
             use_safetensors=True,
@@ -232,31 +184,6 @@ def _weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             raise LoadError(f"{folder} is broken: {problem.replace('_', ' ')}: {_shorten(report[problem])}")
     # Dynamo takes a parameter that wants gradients for training and would build a backward graph.
     return module.eval().requires_grad_(False)
-
-
-def _context_limit(config: Any, asked: int | None) -> int:
-    limit = getattr(config, "max_position_embeddings", None)
-    if asked is None:
-        if limit is None:
-            raise LoadError("the model names no context length; give max_model_len")
-        return int(limit)
-    if limit is not None and asked > limit:
-        raise LoadError(f"max_model_len {asked} is above the model's own limit of {limit} tokens")
-    return asked
-
-
-def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """The generation config's ids, else the model config's."""
-    path = folder / "generation_config.json"
-    own = read_json(path)
-    if "eos_token_id" in own:
-        given = own["eos_token_id"]
-    else:
-        path, given = folder / "config.json", config.eos_token_id
-    ids = given if isinstance(given, list | tuple) else () if given is None else (given,)
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise LoadError(f"{path}: eos_token_id must be an id or a list of ids, not {given!r}")
-    return tuple(ids)
 
 
 def _first_line(error: Exception) -> str:

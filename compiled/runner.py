@@ -1,8 +1,7 @@
 """Executes steps on this machine's CPU: batch → compiled pieces with paged attention between them → sampler.
 
-Built once by `build_runner`, in this order: weights, attention's demands, trace + split + compile, peak
-memory of a full step, KV pages, warm-up. All calls must come from one thread, because torch's inference
-state belongs to a thread.
+Built once by `build_runner`, in this order: the model (see `compiled.build`), peak memory of a full step, KV pages,
+warm-up. All calls must come from one thread, because torch's inference state belongs to a thread.
 """
 
 import logging
@@ -11,23 +10,38 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled import batch as batches
-from compiled import pieces
+from compiled import program, selfcheck
+from compiled.artifacts import Cache
 from compiled.attention.base import Attention, AttentionSpec
-from compiled.attention.cpu import CpuAttention, KernelUnavailable, load_kernel
+from compiled.attention.cpu import CpuAttention, load_kernel
+from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
-from compiled.kv_store import KVShape, KVStore, size_pool
+from compiled.build import (
+    FAST,
+    BuildOptions,
+    Built,
+    Forward,
+    build_compiled,
+    build_eager,
+    compile_only,
+    factors_of,
+    keep,
+)
+from compiled.compilations import Watch
+from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.logprobs import logprobs
 from compiled.memory import peak_of
-from compiled.model import DTYPES, LoadedModel, load, work_of
+from compiled.native import KernelUnavailable
+from compiled.parameters import DTYPES
 from compiled.sampler import sample
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
-from compiled.weights import Report, cache_folder, resolve
+from compiled.weights import Report, cache_folder, has_weights, resolve
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +66,6 @@ class RunnerOptions:
     offline: bool = False
 
 
-class Forward(Protocol):
-    """A whole forward pass, compiled or not."""
-
-    def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: pieces.LayerAttention
-    ) -> Tensor: ...
-
-
 class FinishedStep:
     """The handle of a step that is done when it is submitted."""
 
@@ -75,13 +81,15 @@ class CpuRunner:
 
     depth = 1
 
-    def __init__(self, model: LoadedModel, run: Forward, attention: Callable[[KVStore], Attention]) -> None:
-        self.model: ModelSpec = model.spec
+    def __init__(self, model: ModelSpec, run: Forward, attention: Callable[[KVStore], ModelAttention]) -> None:
+        self.model = model
         self._run = run
         self._make_attention = attention
         self._facts: dict[str, float] = {}
         self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
+        self._watch: Watch | None = None
+        self._compilations = 0
 
     def allocate(self, store: KVStore) -> None:
         """Use ``store`` from now on."""
@@ -102,6 +110,10 @@ class CpuRunner:
         self._steps += 1
         self._tokens += sum(len(row.tokens) for row in step.rows)
         self._seconds += seconds
+        if self._watch is not None:
+            for what in self._watch.look():
+                self._compilations += 1
+                log.error("step %d: something was compiled while serving: %s", step.number, what)
         return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
 
     def _execute(self, step: Step) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
@@ -120,9 +132,9 @@ class CpuRunner:
     def _forward(self, step: Step) -> tuple[batches.Batch, Tensor]:
         for source, target in step.copies:
             self._store.copy(source, target)
-        batch = batches.build(step, self.kv.page_size, pieces.SMALLEST)
+        batch = batches.build(step, self.kv.page_size, program.SMALLEST)
         self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
-        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _Layers(self._attention))
+        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
         # Without the rows that pad the step and the ids that pad the head.
         return batch, logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
@@ -131,6 +143,10 @@ class CpuRunner:
         self-checks."""
         with torch.inference_mode():
             return self._forward(step)[1].clone()
+
+    def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
+        """Raises LoadError where the logits are not the expected ones."""
+        return selfcheck.check(expected, self.kv.page_size, self.logits)
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""
@@ -150,6 +166,7 @@ class CpuRunner:
             self.submit(Step(0, tuple(rows)))
         self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
+        self._watch, self._compilations = Watch(), 0
 
     def statistics(self) -> dict[str, float]:
         return self._facts | {
@@ -157,6 +174,7 @@ class CpuRunner:
             "step_tokens": self._tokens,
             "step_seconds": self._seconds,
             "broken_rows": self._broken_rows,
+            "compilations_after_ready": self._compilations,
             "kv_bytes": self.kv.pages * self.kv.page_bytes,
         }
 
@@ -173,25 +191,23 @@ def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
     return rows if any(rows) else ()
 
 
-class _Layers:
-    """One planned attention as the forward pass sees it; uncompiled layers come in order, without a number."""
+class _InOrder:
+    """A planned attention for an uncompiled forward pass, whose layers come in order and without a number."""
 
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
+    def __init__(self, attention: ModelAttention) -> None:
+        self.attend = attention.attend
         self._next = 0
 
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        self._attention.run(q_THD, k_TKD, v_TKD, layer, out_THD)
-        return out_THD
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         self._next += 1
-        return self.attend(query, key, value, self._next - 1)
+        return self.attend(query, key, value, self._next - 1, sinks)
 
 
 def build_runner(
-    options: RunnerOptions, report: Report, check: Callable[[Path], object] = lambda folder: None
+    options: RunnerOptions,
+    report: Report,
+    check: Callable[[Path], object] = lambda folder: None,
+    build: BuildOptions = FAST,
 ) -> CpuRunner:
     """A runner that is ready but for its warm-up. ``check`` sees the model's folder before anything slow is done.
 
@@ -199,19 +215,59 @@ def build_runner(
         LoadError: one line that says why this model cannot be served here.
     """
     torch.set_num_threads(options.threads)
-    started = time.perf_counter()
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
-    if not options.eager:
-        pieces.check_compiler()
-    report("load", 0, 0)
-    model = load(folder, options.model, pick_dtype(options.dtype), options.max_model_len)
-    loaded = time.perf_counter()
-    log.info("%s in %s loaded in %.1f s", model.spec.architecture, model.spec.dtype, loaded - started)
-    runner = CpuRunner(model, _forward(model, options.eager, report), _attention(model.layers, options))
-    runner.note(load_seconds=loaded - started, compile_seconds=time.perf_counter() - loaded)
-    _allocate(runner, model, options)
+    cache = open_cache(options)
+    built = _build(folder, options, report, cache, build)
+    log.info(
+        "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
+        built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
+    )  # fmt: skip
+    runner = CpuRunner(built.spec, built.run, _attention(built.layers, options))
+    runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
+    _allocate(runner, built, options)
+    if built.fresh is not None:
+        expected = built.fresh.expected
+        keep(cache, options.model, built.fresh, None if expected is None else runner.check(expected))
     return runner
+
+
+def _build(folder: Path, options: RunnerOptions, report: Report, cache: Cache, build: BuildOptions) -> Built:
+    what = (folder, options.model, pick_dtype(options.dtype), options.max_model_len, report)
+    if options.eager:
+        return build_eager(*what)
+    return build_compiled(*what, cache, build)
+
+
+def open_cache(options: RunnerOptions) -> Cache:
+    """What was compiled before, for so many threads."""
+    return Cache(cache_folder() / "compiled", options.threads)
+
+
+def precompile(options: RunnerOptions, report: Report) -> bool:
+    """Do all that a first start compiles, so that the next one compiles nothing; False where there was nothing to do.
+    A folder with a config and no weights will do; where there are weights, what was compiled is checked with them.
+
+    Raises:
+        LoadError: one line that says why this model cannot be served here.
+    """
+    torch.set_num_threads(options.threads)
+    folder = resolve(options.model, offline=options.offline, report=report, weights=False)
+    what = (folder, pick_dtype(options.dtype), options.max_model_len, open_cache(options))
+    if has_weights(folder):
+        known = what[-1].explain(options.model, factors_of(*what, FAST)) is None
+        build_runner(options, report).warmup()
+        return not known
+    pick_attention(options.attention, cache_folder() / "kernels")
+    return compile_only(folder, options.model, *what[1:3], report, what[3])
+
+
+def explain(options: RunnerOptions, report: Report) -> str | None:
+    """Why the next start would compile, None if it would not. Raises LoadError for a model that is not there."""
+    folder = resolve(options.model, offline=options.offline, report=report, weights=False)
+    cache = open_cache(options)
+    factors = factors_of(folder, pick_dtype(options.dtype), options.max_model_len, cache, FAST)
+    return cache.explain(options.model, factors)
 
 
 def pick_dtype(asked: str) -> torch.dtype:
@@ -233,35 +289,28 @@ def pick_attention(asked: str, kernels: Path) -> tuple[str, str]:
     return "cpu", ""
 
 
-def _forward(model: LoadedModel, eager: bool, report: Report) -> Forward:
-    if eager:
-        return lambda ids, positions, rows, attention: model.forward(ids, positions, rows, attention)
-    program, _, times = pieces.build(model.module, report)
-    log.info(
-        "%d pieces, %d unique; trace %.1f s, split %.1f s, compile %.1f s",
-        times.pieces, times.unique, times.trace, times.split, times.compile,
-    )  # fmt: skip
-    return program
-
-
-def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], Attention]:
+def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], ModelAttention]:
     asked = "reference" if options.eager and options.attention == "auto" else options.attention
     kernels = cache_folder() / "kernels"
     backend, reason = pick_attention(asked, kernels)
-    if reason:
+    missing = {spec: CpuAttention.lacks(spec) for spec in layers} if backend == "cpu" else {}
+    if reason := reason or next(filter(None, missing.values()), ""):
         log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
-    spec = layers[0]
-    if backend == "reference":
-        return lambda store: ReferenceAttention(spec, store.layers)
-    return lambda store: CpuAttention(spec, store.layers, load_kernel(kernels), threads=options.threads)
+
+    def make(spec: AttentionSpec, views: Views) -> Attention:
+        if backend == "reference" or missing[spec]:
+            return ReferenceAttention(spec, views)
+        return CpuAttention(spec, views, load_kernel(kernels), threads=options.threads)
+
+    return lambda store: ModelAttention(layers, store.layers, make)
 
 
-def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> None:
+def _allocate(runner: CpuRunner, model: Built, options: RunnerOptions) -> None:
     """Measure the peak of a full step on a small pool, then make the real one."""
-    spec = model.layers[0]
-    shape = KVShape(
-        len(model.layers), options.page_size, spec.num_kv_heads, spec.head_dim, model.module.dtype, spec.window
-    )
+    layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in model.layers)
+    windows = {spec.window for spec in model.layers}
+    window = windows.pop() if len(windows) == 1 else None
+    shape = KVShape(layers, options.page_size, DTYPES[model.spec.dtype], window)
     runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
     step = _full_step(options)
     step_bytes = peak_of(lambda: runner.submit(step))
@@ -273,7 +322,7 @@ def _allocate(runner: CpuRunner, model: LoadedModel, options: RunnerOptions) -> 
         reserved=step_bytes,
     )
     runner.allocate(KVStore(shape, pages))
-    runner.note(threads=options.threads, step_bytes=step_bytes, **work_of(model.module))
+    runner.note(threads=options.threads, step_bytes=step_bytes)
 
 
 def _full_step(options: RunnerOptions) -> Step:

@@ -7,24 +7,22 @@ thing have the same ``key``, whatever their layer; layers enter only where the c
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-ATTENTION_TARGETS = {
-    torch.ops.streamengine.attention,
-    torch.ops.streamengine.attention.default,
-}
+from compiled.attention import operator
+from compiled.recipe import Attention, Source
 
 
 @dataclass(frozen=True)
 class Piece:
     """A stretch of the graph without attention.
 
-    ``inputs`` and ``outputs`` name values of the whole graph, in the order of the piece's own
+    ``inputs`` and ``outputs`` name values of the whole forward pass, in the order of the piece's own
     arguments and results. ``key`` is a hash of what it computes; ``name`` says where it stands.
     """
 
@@ -36,23 +34,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """The attention of layer ``layer``: ``query, key, value`` → ``output``, all names of values."""
-
-    layer: int
-    query: str
-    key: str
-    value: str
-    output: str
-
-
-@dataclass(frozen=True)
 class Split:
-    """A whole forward pass as calls in order. ``inputs`` are the graph's placeholders; ``output`` is its result."""
+    """A whole forward pass as calls in order. ``sources`` says where the values come from that no call makes,
+    ``output`` is the result, and ``constants`` are what `Constant` sources point to."""
 
     calls: tuple[Piece | Attention, ...]
-    inputs: tuple[str, ...]
+    sources: Mapping[str, Source]
     output: str
+    constants: tuple[Tensor, ...] = ()
 
     @property
     def pieces(self) -> list[Piece]:
@@ -64,23 +53,25 @@ class Split:
         return list({piece.key: piece for piece in reversed(self.pieces)}.values())[::-1]
 
 
-def split(traced: fx.GraphModule) -> Split:
-    """Cut ``traced``, a Dynamo graph with one tensor as its result, at its attention nodes."""
+def split(traced: fx.GraphModule, given: Mapping[str, tuple[str, Source]]) -> Split:
+    """Cut ``traced``, a Dynamo graph with one tensor as its result, at its attention nodes. ``given`` says for each
+    placeholder how its value is called and where it comes from."""
     traced.graph.eliminate_dead_code()
     nodes = list(traced.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
+    names = {node: given[node.name][0] if node.name in given else node.name for node in nodes}
     (result,) = nodes[-1].args[0]
     attention = next((_path(node) for node in nodes if _is_attention(node)), [])
     calls: list[Piece | Attention] = []
     layer = 0
     for run in _runs(nodes):
         if _is_attention(run[0]):
-            query, key, value = (argument.name for argument in run[0].args)
-            calls.append(Attention(layer, query, key, value, run[0].name))
+            query, key, value, *sinks = (names[argument] for argument in run[0].args if argument is not None)
+            calls.append(Attention(layer, query, key, value, names[run[0]], *sinks))
             layer += 1
         else:
-            calls.append(_piece(traced, run, _name(run, attention)))
-    return Split(tuple(calls), tuple(node.name for node in placeholders), result.name)
+            calls.append(_piece(traced, run, _name(run, attention), names))
+    used = {name for call in calls for name in call.inputs} | {names[result]}
+    return Split(tuple(calls), {name: source for name, source in given.values() if name in used}, names[result])
 
 
 def _runs(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -101,10 +92,10 @@ def _runs(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in ATTENTION_TARGETS
+    return node.op == "call_function" and node.target in operator.TARGETS
 
 
-def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str) -> Piece:
+def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str, names: Mapping[fx.Node, str]) -> Piece:
     inside = set(run)
     inputs = list(dict.fromkeys(source for node in run for source in node.all_input_nodes if source not in inside))
     outputs = [node for node in run if any(user not in inside for user in node.users)]
@@ -118,14 +109,14 @@ def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str) -> Piece:
     graph.output(tuple(copies[node] for node in outputs))
     return Piece(
         name=name,
-        key=_key(graph),
+        key=key_of(graph),
         graph=fx.GraphModule(traced, graph),
-        inputs=tuple(node.name for node in inputs),
-        outputs=tuple(node.name for node in outputs),
+        inputs=tuple(names[node] for node in inputs),
+        outputs=tuple(names[node] for node in outputs),
     )
 
 
-def _key(graph: fx.Graph) -> str:
+def key_of(graph: fx.Graph) -> str:
     """Equal for graphs that differ in the names of their nodes and symbols only."""
     normal = _Normaliser()
     digest = hashlib.sha256()

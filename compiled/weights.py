@@ -32,8 +32,8 @@ BUNDLED = {
 """Short name → (package that ships the file, file, command that gets the package)."""
 
 
-def resolve(model: str, *, offline: bool, report: Report) -> Path:
-    """The folder of ``model``, converted or downloaded if need be.
+def resolve(model: str, *, offline: bool, report: Report, weights: bool = True) -> Path:
+    """The folder of ``model``, converted or downloaded if need be; without ``weights`` it may have none.
 
     Raises:
         LoadError: in one line, what was looked for and how to get it.
@@ -46,11 +46,11 @@ def resolve(model: str, *, offline: bool, report: Report) -> Path:
             raise LoadError(f"model {model!r} is a file, but not a .gguf file")
         return _convert(path, report)
     if path.is_dir():
-        return _checked(path)
+        return _checked(path, weights)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         names = ", ".join(sorted(BUNDLED))
         raise LoadError(f"model {model!r} is neither a folder, nor a .gguf file, nor a hub id, nor one of: {names}")
-    return _checked(_download(model, offline, report))
+    return _checked(_download(model, offline, report, weights), weights)
 
 
 def bundled_file(name: str) -> Path:
@@ -100,16 +100,21 @@ def vocabulary_size(folder: Path) -> int | None:
         raise LoadError(f"{path} is no tokenizer: {type(error).__name__}: {error}") from error
 
 
-def _checked(folder: Path) -> Path:
+def _checked(folder: Path, weights: bool = True) -> Path:
     config = folder / "config.json"
     if not config.is_file():
         raise LoadError(f"model folder {folder} has no config.json")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not has_weights(folder):
         raise LoadError(f"model folder {folder} has no .safetensors file; other formats are not read")
     return folder
 
 
-def _download(model: str, offline: bool, report: Report) -> Path:
+def has_weights(folder: Path) -> bool:
+    """Whether there is a file that holds some; the rest is looked at when it is read."""
+    return any(folder.glob("*.safetensors"))
+
+
+def _download(model: str, offline: bool, report: Report, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # costs half a second, only for hub ids
 
     report("download", 0, 0)
@@ -117,7 +122,7 @@ def _download(model: str, offline: bool, report: Report) -> Path:
         return Path(
             snapshot_download(
                 model,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer.model"],
+                allow_patterns=["*.json", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])],
                 local_files_only=offline,
                 tqdm_class=_reporting_bar(report),
             )

@@ -20,7 +20,7 @@ from typer.exceptions import TyperException
 from streamengine import bench as benchmark
 from streamengine import chat as conversation
 from streamengine import doctor as machine
-from streamengine import replay
+from streamengine import precompile, replay
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Result
 from streamengine.errors import EngineFailure, StreamEngineError
@@ -144,6 +144,8 @@ def bench(
 
 app.command("replay")(replay.command)
 app.add_typer(guided.app, name="guided")
+app.command("compile")(precompile.compile_model)
+app.add_typer(precompile.app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
@@ -16,6 +16,7 @@ import anyio.to_thread
 from compiled.step import LoadError, Runner
 from streamengine.config import DEFAULT_MODEL, EngineConfig
 from streamengine.engine import Engine
+from streamengine.errors import StartupError
 from streamengine.link import CoreLink, FrontLink, Progress, link_pair
 from streamengine.tokenizer import load_tokenizer
 
@@ -62,13 +63,71 @@ def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Ru
     Raises:
         LoadError, StartupError: why the model cannot be served, in one line.
     """
-    from compiled.runner import RunnerOptions
     from compiled.runner import build_runner as build
 
-    shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
-    options = RunnerOptions(threads=config.threads or default_threads(), **shared)
     # Read here once, though only the front uses it: a broken one is to be known before anything is compiled.
-    return build(options, lambda phase, done, total: report(Progress(phase, done, total)), check=load_tokenizer)
+    return build(_runner_options(config), _report(report), check=load_tokenizer)
+
+
+def _runner_options(config: EngineConfig) -> Any:
+    from compiled.runner import RunnerOptions
+
+    shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
+    return RunnerOptions(threads=config.threads or default_threads(), **shared)
+
+
+def _report(report: Callable[[Progress], None]) -> Callable[[str, float, float], None]:
+    return lambda phase, done, total: report(Progress(phase, done, total))
+
+
+def compile_model(config: EngineConfig, report: Callable[[Progress], None]) -> bool:
+    """Do what a first start with ``config`` compiles; False where it is done already. See `compiled.runner.precompile`.
+
+    Raises:
+        StartupError: why the model cannot be served, in one line.
+    """
+    from compiled.runner import precompile
+
+    with _startup_errors():
+        return precompile(_runner_options(config), _report(report))
+
+
+def explain_cache(config: EngineConfig) -> str | None:
+    """Why a start with ``config`` would compile; None if it would not. Raises StartupError."""
+    from compiled.runner import explain
+
+    with _startup_errors():
+        return explain(_runner_options(config), lambda *_: None)
+
+
+def list_cache() -> list[dict[str, Any]]:
+    """What was compiled, the last used first. Imports no torch."""
+    return [entry.told() for entry in _cache_store().entries()]
+
+
+def clear_cache() -> int:
+    """Remove what was compiled; how many bytes that were."""
+    return int(_cache_store().clear())
+
+
+def cache_place() -> str:
+    """The folder in which compiled models are kept."""
+    return str(_cache_store().folder)
+
+
+def _cache_store() -> Any:
+    from compiled.store import Store
+    from compiled.weights import cache_folder
+
+    return Store(cache_folder() / "compiled")
+
+
+@contextmanager
+def _startup_errors() -> Iterator[None]:
+    try:
+        yield
+    except LoadError as error:
+        raise StartupError(str(error)) from error
 
 
 def default_threads() -> int:

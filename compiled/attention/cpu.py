@@ -1,15 +1,10 @@
-"""The fast CPU backend: builds, caches and calls the kernel in ``paged_attention.cpp``.
+"""The fast CPU backend: calls the kernel in ``paged_attention.cpp``.
 
-Owns the shared object's life on disk and the C structures. The kernel knows no torch: it is compiled by
-the machine's own C++ compiler in seconds, at first use, and found again by the content of its key. Whoever
-builds a `CpuAttention` decides what to do about `KernelUnavailable`.
+Owns the C structures. The kernel knows no torch: `compiled.native` compiles it at first use. Whoever builds a
+`CpuAttention` decides what to do about `KernelUnavailable`.
 """
 
 import ctypes
-import hashlib
-import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +14,18 @@ import torch
 from torch import Tensor
 
 from compiled.attention.base import DTYPES, Attention, AttentionSpec, Plan
+from compiled.native import FLAGS, load_library
 
-SOURCES = ("paged_attention.cpp", "plan.h", "product.h", "simd.h")
-FLAGS = ("-O3", "-march=native")
-_FIXED_FLAGS = ("-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast")
-_COMPILE_TIMEOUT_S = 120
-_DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class KernelUnavailable(Exception):
-    """The kernel can not be compiled or loaded here. One line says why."""
+SOURCES = ("paged_attention.cpp", "blocks.h", "formats.h", "plan.h", "product.h", "simd.h", "softmax.h")
 
 
 class _Problem(ctypes.Structure):
     """What is constant over a step; mirrors ``Problem`` in the kernel."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("dtype", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, ctypes.c_int64) for name in ("page_stride", "slot_stride", "head_stride")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("dtype", "heads", "kv_heads", "key_dim", "value_dim", "page_size")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("key", "value") for axis in ("page", "slot", "head")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int64) for name in ("window", "rows", "threads")),
         *((name, ctypes.c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")),
     ]
@@ -47,7 +35,7 @@ class _Operands(ctypes.Structure):
     """One run's tensors; mirrors ``Operands`` in the kernel. Strides count elements."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "sinks", "out", "key_cache", "value_cache")),
         ("tokens", ctypes.c_int64),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("q", "k", "v", "out") for axis in ("token", "head")),
     ]
@@ -64,12 +52,16 @@ class Kernel:
 
 
 class CpuAttention(Attention):
-    """Flash-style attention on all threads. D must be a multiple of 8.
+    """Flash-style attention on all threads. The scale must be positive.
 
     A token's result has the same bits whatever its batch mates, the chunk it came in and ``threads``.
     """
 
     name = "cpu"
+
+    @classmethod
+    def lacks(cls, spec: AttentionSpec) -> str | None:
+        return None if spec.scale > 0 else f"scale {spec.scale} (it must be positive)"
 
     def __init__(
         self,
@@ -80,8 +72,6 @@ class CpuAttention(Attention):
     ) -> None:
         """``threads`` defaults to torch's at this time; ``kernel`` to `load_kernel`, with its exception."""
         super().__init__(spec, layers)
-        if spec.head_dim % 8:
-            raise ValueError(f"head_dim {spec.head_dim} is no multiple of 8")
         if self.device.type != "cpu":
             raise ValueError(f"KV cache is on {self.device}, not on the CPU")
         threads = torch.get_num_threads() if threads is None else threads
@@ -89,17 +79,18 @@ class CpuAttention(Attention):
             raise ValueError(f"threads is {threads}, not at least 1")
         self._kernel = load_kernel() if kernel is None else kernel
         self._caches = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
-        page_stride, slot_stride, head_stride, _ = layers[0][0].stride()
+        (keys, values), *_ = layers
         self._problem = _Problem(
-            dtype=DTYPES.index(self.dtype),
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=self.page_size,
-            page_stride=page_stride,
-            slot_stride=slot_stride,
-            head_stride=head_stride,
+            DTYPES.index(self.dtype),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_size,
+            self.page_size,
+            *keys.stride()[:3],
+            *values.stride()[:3],
             scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
             window=spec.window or 0,
             threads=threads,
         )
@@ -117,13 +108,23 @@ class CpuAttention(Attention):
             self._workspace = torch.empty(needed, dtype=torch.uint8)  # torch aligns to 64 bytes
         self._kernel.plan(problem, self._workspace.data_ptr())
 
-    def _run(self, plan: Plan, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, out_THD: Tensor) -> None:
-        strides = (stride for operand in (q_THD, k_TKD, v_TKD, out_THD) for stride in operand.stride()[:2])
+    def _run(
+        self,
+        plan: Plan,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        layer: int,
+        out_THE: Tensor,
+        sinks_H: Tensor | None,
+    ) -> None:
+        strides = (stride for operand in (q_THD, k_TKD, v_TKE, out_THE) for stride in operand.stride()[:2])
         operands = _Operands(
             q_THD.data_ptr(),
             k_TKD.data_ptr(),
-            v_TKD.data_ptr(),
-            out_THD.data_ptr(),
+            v_TKE.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(),
+            out_THE.data_ptr(),
             *self._caches[layer],
             q_THD.shape[0],
             *strides,
@@ -131,77 +132,13 @@ class CpuAttention(Attention):
         self._kernel.run(self._problem, operands, self._workspace.data_ptr())
 
 
-def load_kernel(cache_dir: Path | None = None, *, compiler: str = "g++", flags: Sequence[str] = FLAGS) -> Kernel:
-    """Load the kernel from ``cache_dir``, compiling it first if it is not there or damaged.
-
-    The default folder is ``streamengine/kernels`` in the user's cache. The file's name is a hash of the
-    sources, the flags and all the compiler predefines, which tell its version and the CPU's features.
-    Any number of processes may do this at once. Raises `KernelUnavailable`.
-    """
-    folder = _user_cache() if cache_dir is None else cache_dir
+def load_kernel(folder: Path | None = None, *, compiler: str = "g++", flags: Sequence[str] = FLAGS) -> Kernel:
+    """Load the kernel, compiling it first where `compiled.native` does not find it. Raises `KernelUnavailable`."""
     sources = [Path(__file__).with_name(name) for name in SOURCES]
-    flags = (*_FIXED_FLAGS, *flags)
-    predefined = _call(compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull)
-    key = hashlib.sha256()
-    for part in (*(source.read_bytes() for source in sources), " ".join(flags).encode(), predefined):
-        key.update(hashlib.sha256(part).digest())
-    path = folder / f"attention-{key.hexdigest()[:32]}.so"
-    try:
-        if not _is_whole(path):
-            _build(path, compiler, flags, sources[0])
-        return _open(path)
-    except OSError as error:
-        raise KernelUnavailable(f"{path}: {error}") from error
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "streamengine" / "kernels"
-
-
-def _build(path: Path, compiler: str, flags: Sequence[str], source: Path) -> None:
-    """Compile beside ``path`` and rename into place: another process sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        compiled, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        _call(compiler, *flags, "-c", str(source), "-o", str(compiled))
-        # Linked without -fopenmp: the OpenMP runtime must be the one that torch has loaded, see _open.
-        _call(compiler, "-shared", str(compiled), "-o", str(linked))
-        with linked.open("r+b") as file:
-            digest = hashlib.sha256(file.read()).digest()
-            file.write(digest)
-        linked.replace(path)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file ends in the digest of what precedes it. Loading a torn file can kill the process."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
-
-
-def _open(path: Path) -> Kernel:
-    # A second OpenMP runtime would have threads of its own, which spin against torch's. torch loads its
-    # runtime with global symbols; only where it does not, the system's own is loaded.
-    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(path))
+    library = load_library(sources, folder, flags=flags, compiler=compiler)
     problem, operands = ctypes.POINTER(_Problem), ctypes.POINTER(_Operands)
     workspace, plan, run = (getattr(library, f"paged_attention_{name}") for name in ("workspace", "plan", "run"))
     workspace.argtypes, workspace.restype = (problem,), ctypes.c_int64
     plan.argtypes, plan.restype = (problem, ctypes.c_void_p), None
     run.argtypes, run.restype = (problem, operands, ctypes.c_void_p), None
-    return Kernel(path=path, workspace=workspace, plan=plan, run=run)
-
-
-def _call(*command: str) -> bytes:
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelUnavailable(f"{command[0]} can not be run: {error}") from error
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise KernelUnavailable(f"{command[0]} failed with status {done.returncode}: {reason[0]}")
-    return done.stdout
+    return Kernel(path=Path(library._name), workspace=workspace, plan=plan, run=run)

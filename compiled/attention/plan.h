@@ -1,4 +1,4 @@
-// What the kernel is given, and how it is cut into items for the threads. Knows nothing of numbers.
+// What the kernel is given, and how it is cut into works for the threads. Knows nothing of numbers.
 
 #pragma once
 
@@ -13,22 +13,35 @@ using simd::kLanes;
 
 constexpr int kBlock = 64;         // keys packed at once: they stay in the first-level cache while they are used
 constexpr int kSplit = 1024;       // keys whose partial result another thread may compute
-constexpr int kQueryVectors = 48;  // query tokens x query heads of a block, which share one packing of keys
+constexpr int kQueryVectors = 48;  // query tokens x query heads of an item, which share one packing of keys
 
-// A unit of work: a block of one row's query tokens, for one KV head with all its query heads.
+// A block of one row's query tokens, for one KV head with all its query heads.
 struct Item {
   int32_t row, head;      // KV head
   int32_t token, tokens;  // the block's first query token in the step, and how many
   int32_t first, keys;    // keys first .. keys - 1 are seen: the first one by its first token, the last by its last
   int32_t slot;           // place of its first split among all splits
+
+  // Splits begin at absolute multiples of kSplit.
+  int64_t first_split() const { return first / kSplit; }
+  int64_t splits() const { return (keys + kSplit - 1) / kSplit - first_split(); }
+};
+
+// What a thread does at once: consecutive splits of an item.
+struct Work {
+  const Item* item;
+  int64_t split, splits;
+
+  int64_t begin() const { return std::max<int64_t>(item->first / kBlock * kBlock, split * kSplit); }
+  int64_t end(int64_t after) const { return std::min<int64_t>(item->keys, (split + after) * kSplit); }
 };
 
 // What is constant over a step, with the caller's tables; strides count elements. Mirrored in Python.
 struct Problem {
   int64_t dtype;  // 0 float32, 1 bfloat16, 2 float16
-  int64_t heads, kv_heads, head_dim, page_size;
-  int64_t page_stride, slot_stride, head_stride;
-  double scale;
+  int64_t heads, kv_heads, key_dim, value_dim, page_size;
+  int64_t key_page, key_slot, key_head, value_page, value_slot, value_head;  // strides of the cache
+  double scale, soft_cap;                                                    // soft_cap 0: none
   int64_t window;  // keys that a token sees, itself included; 0: all
   int64_t rows, threads;
   const int32_t *qo_indptr, *kv_indptr, *kv_indices, *kv_last_page_len;
@@ -36,7 +49,8 @@ struct Problem {
   int64_t group() const { return heads / kv_heads; }
   int64_t block_tokens() const { return std::max<int64_t>(1, kQueryVectors / group()); }
   int64_t block_vectors() const { return block_tokens() * group(); }
-  int64_t padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+  int64_t padded_key() const { return (key_dim + kLanes - 1) / kLanes * kLanes; }
+  int64_t padded_value() const { return (value_dim + kLanes - 1) / kLanes * kLanes; }
   int64_t row_tokens(int64_t r) const { return qo_indptr[r + 1] - qo_indptr[r]; }
   int64_t row_keys(int64_t r) const {
     return int64_t(kv_indptr[r + 1] - kv_indptr[r] - 1) * page_size + kv_last_page_len[r];
@@ -60,50 +74,60 @@ struct Problem {
 
 // One layer's tensors. Mirrored in Python.
 struct Operands {
-  const void *q, *k, *v;
-  void *out, *k_cache, *v_cache;
+  const void *q, *k, *v, *sinks;  // sinks [H] or null
+  void *out, *key_cache, *value_cache;
   int64_t tokens;  // of q and out: those after the last row's are padding
   int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
 };
 
-// Splits begin at absolute multiples of kSplit.
-inline int64_t first_split(const Item& item) { return item.first / kSplit; }
-inline int64_t splits_of(const Item& item) { return (item.keys + kSplit - 1) / kSplit - first_split(item); }
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The running softmax of a block's query vectors.
+// The running softmax of an item's query vectors.
 struct State {
-  float* max;  // [vectors] in units of log2
-  float* sum;  // [vectors] of the weights
-  float* out;  // [vectors, padded D] not yet divided by the sum
+  float* max;  // [vectors] of the scores, before the factor that makes them exponents of 2
+  float* sum;  // [vectors, kLanes] of the weights, to be added up
+  float* out;  // [vectors, padded value] not yet divided by the sum
 
   State(char* memory, int64_t vectors) {
     max = reinterpret_cast<float*>(memory);
-    sum = reinterpret_cast<float*>(memory + aligned(vectors * sizeof(float)));
-    out = reinterpret_cast<float*>(memory + 2 * aligned(vectors * sizeof(float)));
+    sum = max + aligned(vectors * sizeof(float)) / sizeof(float);
+    out = sum + vectors * kLanes;
   }
   static int64_t bytes(const Problem& p) {
     const int64_t vectors = p.block_vectors();
-    return 2 * aligned(vectors * sizeof(float)) + aligned(vectors * p.padded_dim() * sizeof(float));
+    return aligned(vectors * sizeof(float)) + aligned(vectors * (kLanes + p.padded_value()) * sizeof(float));
   }
 };
 
-// Where everything lies in the caller's workspace.
+// Where everything lies in the caller's workspace, and what there is to do.
 struct Layout {
   int64_t items = 0, slots = 0;
-  bool fan_out;  // too few items for the threads: splits become work of their own
+  bool fan_out;  // a work is one split, because items are too few or too unlike for the threads
   int64_t scratch, states, item_list, total;
 
   explicit Layout(const Problem& p) {
+    int64_t keys = 0, longest = 0;
     for (int64_t r = 0; r < p.rows; r++)
-      p.each_item(r, [&](const Item& item) { items++, slots += splits_of(item); });
-    fan_out = p.threads > 1 && items < 4 * p.threads && slots > items;
-    const int64_t vectors = p.block_vectors(), d = p.padded_dim();
-    scratch = aligned(sizeof(uint32_t) * (vectors * d + 2 * kBlock * d + vectors * kBlock)) +
-              aligned(sizeof(float) * vectors) + 2 * State::bytes(p);
+      p.each_item(r, [&](const Item& item) {
+        items++, slots += item.splits(), keys += item.keys - item.first;
+        longest = std::max<int64_t>(longest, item.keys - item.first);
+      });
+    fan_out = p.threads > 1 && slots > items && longest * p.threads * 4 > keys;
+    const int64_t words = p.block_vectors() * p.padded_key() + kBlock * (p.padded_key() + p.padded_value()) +
+                          int64_t(kBlock) * 8;
+    scratch = aligned(sizeof(uint32_t) * words) + 2 * State::bytes(p);
     states = p.threads * scratch;
     item_list = states + (fan_out ? slots * State::bytes(p) : 0);
     total = item_list + items * int64_t(sizeof(Item));
+  }
+
+  int64_t works() const { return fan_out ? slots : items; }
+
+  Work work(const Item* list, int64_t number) const {
+    if (!fan_out) return {list + number, list[number].first_split(), list[number].splits()};
+    const Item* item = std::upper_bound(list, list + items, number, [](int64_t n, const Item& i) { return n < i.slot; });
+    item--;
+    return {item, item->first_split() + number - item->slot, 1};
   }
 };
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "formats.h"
 
 namespace {
 
@@ -15,20 +15,34 @@ using namespace simd;
 constexpr int kTileRows = kLanes == 8 ? 4 : 6;  // a tile's accumulators fit the 16 or 32 registers
 constexpr int kTileColumns = kLanes == 8 ? 2 : 4;
 
-// C[R, columns] = C * scale_of_row + A[R, inner] B[inner, columns], columns in vectors.
-template <class Format, int R, int C>
-void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t inner, float* c,
-          int64_t c_stride, const float* scale_of_row) {
+// The right operand [inner, columns] as words that lie in memory; `words(i, j)`: row i, vector j.
+struct Packed {
+  const uint32_t* from;
+  int64_t stride;
+
+  Packed at(int64_t column) const { return {from + column * kLanes, stride}; }
+  Words words(int64_t i, int j) const { return load<Words>(from + i * stride + j * kLanes); }
+};
+
+// C[R, columns] = C (* scale_of_row, where given; C is 0 where `fresh`) + A[R, begin .. end) B[begin .. end, columns].
+template <class Format, int R, int C, bool fresh, class Right>
+inline void tile(const uint32_t* a, int64_t a_stride, Right b, int64_t begin, int64_t end, float* c, int64_t c_stride,
+                 const float* scale_of_row) {
   Floats sums[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < C; j++)
-      sums[r][j] = scale_of_row ? load<Floats>(c + r * c_stride + j * kLanes) * scale_of_row[r] : Floats{};
-  for (int64_t i = 0; i < inner; i++) {
+    for (int j = 0; j < C; j++) sums[r][j] = fresh ? Floats{} : load<Floats>(c + r * c_stride + j * kLanes);
+  if (!fresh && scale_of_row) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < C; j++) sums[r][j] *= scale_of_row[r];
+  }
+  for (int64_t i = begin; i < end; i++) {
     Words words[C];
 #pragma GCC unroll 4
-    for (int j = 0; j < C; j++) words[j] = load<Words>(b + i * b_stride + j * kLanes);
+    for (int j = 0; j < C; j++) words[j] = b.words(i, j);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const Words x = splat(a[r * a_stride + i]);
@@ -42,22 +56,16 @@ void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stri
     for (int j = 0; j < C; j++) store(c + r * c_stride + j * kLanes, sums[r][j]);
 }
 
-template <class Format, int... I>
-auto tile_for(int64_t rows, int64_t columns, std::integer_sequence<int, I...>) {
-  constexpr decltype(&tile<Format, 1, 1>) tiles[] = {
-      tile<Format, I / kTileColumns + 1, I % kTileColumns + 1>...};
-  return tiles[(rows - 1) * kTileColumns + columns - 1];
-}
-
-template <class Format>
-void multiply(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_stride, const uint32_t* b,
-              int64_t b_stride, int64_t inner, float* c, int64_t c_stride, const float* scale_of_row) {
-  constexpr std::make_integer_sequence<int, kTileRows * kTileColumns> shapes;
-  for (int64_t j = 0; j < columns; j += kTileColumns)
-    for (int64_t i = 0; i < rows; i += kTileRows)
-      tile_for<Format>(std::min<int64_t>(kTileRows, rows - i), std::min<int64_t>(kTileColumns, columns - j), shapes)(
-          a + i * a_stride, a_stride, b + j * kLanes, b_stride, inner, c + i * c_stride + j * kLanes, c_stride,
-          scale_of_row ? scale_of_row + i : nullptr);
+// The same for any number of columns, in vectors.
+template <class Format, int R, bool fresh, class Right>
+inline void multiply(int64_t columns, const uint32_t* a, int64_t a_stride, Right b, int64_t begin, int64_t end,
+                     float* c, int64_t c_stride, const float* scale_of_row) {
+  int64_t j = 0;
+  for (; j + kTileColumns <= columns; j += kTileColumns)
+    tile<Format, R, kTileColumns, fresh>(a, a_stride, b.at(j), begin, end, c + j * kLanes, c_stride, scale_of_row);
+  for (; j + 2 <= columns; j += 2)
+    tile<Format, R, 2, fresh>(a, a_stride, b.at(j), begin, end, c + j * kLanes, c_stride, scale_of_row);
+  if (j < columns) tile<Format, R, 1, fresh>(a, a_stride, b.at(j), begin, end, c + j * kLanes, c_stride, scale_of_row);
 }
 
 }  // namespace

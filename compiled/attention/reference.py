@@ -10,24 +10,33 @@ from compiled.attention.base import Attention, Plan
 
 
 class ReferenceAttention(Attention):
-    """softmax(scale * Q K^T + causal mask, within the window) V, row by row."""
+    """softmax(capped scale * Q K^T + causal mask, within the window, beside the sinks) V, row by row."""
 
     name = "reference"
 
-    def _run(self, plan: Plan, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, out_THD: Tensor) -> None:
+    def _run(
+        self,
+        plan: Plan,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        layer: int,
+        out_THE: Tensor,
+        sinks_H: Tensor | None,
+    ) -> None:
         keys, values = self.layers[layer]
         for row in range(plan.rows):
             tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
             pages, slots = self._slots(plan, row)
             written = slice(len(slots) - (tokens.stop - tokens.start), None)
             keys[pages[written], slots[written]] = k_TKD[tokens]
-            values[pages[written], slots[written]] = v_TKD[tokens]
+            values[pages[written], slots[written]] = v_TKE[tokens]
         # A second loop: a row may share pages that another row of the same step has just written.
         for row in range(plan.rows):
             tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
             pages, slots = (of_row[self._unseen(plan, row, tokens) :] for of_row in self._slots(plan, row))
-            out_THD[tokens] = self._attend(q_THD[tokens], keys[pages, slots], values[pages, slots])
-        out_THD[plan.tokens :] = 0
+            out_THE[tokens] = self._attend(q_THD[tokens], keys[pages, slots], values[pages, slots], sinks_H)
+        out_THE[plan.tokens :] = 0
 
     def _slots(self, plan: Plan, row: int) -> tuple[Tensor, Tensor]:
         """Page and slot of each of the row's positions, on the cache's device."""
@@ -40,17 +49,23 @@ class ReferenceAttention(Attention):
         first = int(plan.kv_lens[row]) - (tokens.stop - tokens.start)
         return 0 if self.spec.window is None else max(0, first + 1 - self.spec.window)
 
-    def _attend(self, q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    def _attend(self, q_THD: Tensor, k_NKD: Tensor, v_NKE: Tensor, sinks_H: Tensor | None) -> Tensor:
         """One row: its T query tokens are the last T of its N positions."""
         group = self.spec.num_heads // self.spec.num_kv_heads
         q_HTD = q_THD.float().transpose(0, 1)
         k_HND = k_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
-        v_HND = v_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+        v_HNE = v_NKE.float().transpose(0, 1).repeat_interleave(group, dim=0)
         scores_HTN = q_HTD @ k_HND.transpose(1, 2) * self.spec.scale
+        if self.spec.soft_cap is not None:
+            scores_HTN = (scores_HTN / self.spec.soft_cap).tanh() * self.spec.soft_cap
         tokens, positions = scores_HTN.shape[1:]
         every_TN = torch.ones(tokens, positions, dtype=torch.bool, device=self.device)
         unseen_TN = every_TN.triu(positions - tokens + 1)  # the future
         if self.spec.window is not None:
             unseen_TN |= every_TN.tril(positions - tokens - self.spec.window)
-        weights_HTN = scores_HTN.masked_fill(unseen_TN, float("-inf")).softmax(dim=-1)
-        return (weights_HTN @ v_HND).transpose(0, 1).to(self.dtype)
+        scores_HTN = scores_HTN.masked_fill(unseen_TN, float("-inf"))
+        if sinks_H is not None:  # one more position, which is dropped again
+            sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, tokens, 1)
+            scores_HTN = torch.cat([scores_HTN, sinks_HT1], dim=-1)
+        weights_HTN = scores_HTN.softmax(dim=-1)[:, :, :positions]
+        return (weights_HTN @ v_HNE).transpose(0, 1).to(self.dtype)

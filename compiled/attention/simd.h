@@ -1,13 +1,11 @@
-// Vectors of 32-bit lanes on GCC's vector extensions, and the three element types as formats on top.
-//
-// Knows nothing of attention. There are no intrinsics but one pair: the bfloat16 dot product of AVX-512.
+// Vectors of 32-bit lanes on GCC's vector extensions. Knows nothing of attention.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -87,6 +85,19 @@ inline void exchange(Words& a, Words& b, std::integer_sequence<int, I...>) {
   a = first;
 }
 
+// The first `bytes` of a vector, zeros after them, of which nothing is read.
+template <class Vector>
+inline Vector load_bytes(const void* from, int64_t bytes) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const uint64_t mask = ~uint64_t{0} >> (64 - (bytes < int64_t(sizeof(Vector)) ? bytes : sizeof(Vector)));
+  if constexpr (sizeof(Vector) == 64) return (Vector)_mm512_maskz_loadu_epi8(mask, from);
+  if constexpr (sizeof(Vector) == 32) return (Vector)_mm256_maskz_loadu_epi8(uint32_t(mask), from);
+#endif
+  Vector v{};
+  std::memcpy(&v, from, bytes < int64_t(sizeof v) ? bytes : sizeof v);
+  return v;
+}
+
 // Transpose a square of kLanes x kLanes words held in registers: blocks swap at distances 1, 2, 4, ...
 template <int Distance = 1>
 inline void transpose(Words (&square)[kLanes]) {
@@ -96,98 +107,54 @@ inline void transpose(Words (&square)[kLanes]) {
   if constexpr (2 * Distance < kLanes) transpose<2 * Distance>(square);
 }
 
-// 2^x for x <= 0 with a relative error below 2e-7; exactly 1 at 0, exactly 0 below -125 and at -inf.
+inline bool any_greater(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
+#else
+  return reduce_max(a) > reduce_max(b);  // b is the same in all lanes
+#endif
+}
+
+// 2^x for x <= 0; exactly 1 at 0, exactly 0 below -125 and at -inf. The relative error is below 2e-7, or 1.1e-4 where
+// `rough`, which is a twentieth of a bfloat16's.
+template <bool rough = false>
 inline Floats exp2(Floats x) {
   const Floats round = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   const Floats shifted = x + round;
   const Floats f = x - (shifted - round);
-  Floats p = splat(0x1.41fbbcp-13f);
-  p = p * f + 0x1.5f3e54p-10f;
-  p = p * f + 0x1.3b2d4cp-7f;
-  p = p * f + 0x1.c6aee8p-5f;
-  p = p * f + 0x1.ebfbdcp-3f;
-  p = p * f + 0x1.62e430p-1f;
+  Floats p;
+  if constexpr (rough) {
+    p = splat(0x1.c2a218p-5f);
+    p = p * f + 0x1.f00c4ep-3f;
+    p = p * f + 0x1.62f5fap-1f;
+  } else {
+    p = splat(0x1.41fbbcp-13f);
+    p = p * f + 0x1.5f3e54p-10f;
+    p = p * f + 0x1.3b2d4cp-7f;
+    p = p * f + 0x1.c6aee8p-5f;
+    p = p * f + 0x1.ebfbdcp-3f;
+    p = p * f + 0x1.62e430p-1f;
+  }
   p = p * f + 1.0f;
   const Floats scaled = (Floats)((Words)p + ((Words)shifted << 23));
   return x < splat(-125.0f) ? Floats{} : scaled;
 }
 
-// A format says how elements of the KV cache become the operands of a product of 32-bit words:
-// one float a word, or two bfloat16 a word where the CPU multiplies pairs. `kPack` is that number.
-//   key_words(from)           kLanes words of one key (or query): kLanes * kPack elements of its head
-//   value_words(even, odd)    kLanes words of kPack neighbouring values: kLanes columns of the output
-//   store_weights(to, p)      kLanes attention weights as the words that multiply value words
-//   mad(sum, a, b)            sum + a * b in float32 in each lane
-template <class Derived>
-struct SingleWords {
-  static constexpr int kPack = 1;
-  static Words key_words(const void* from) { return (Words)Derived::load(from); }
-  static Words value_words(const void* even, const void*) { return (Words)Derived::load(even); }
-  static void store_weights(uint32_t* to, Floats p) { simd::store(to, p); }
-  static Floats mad(Floats sum, Words a, Words b) { return (Floats)a * (Floats)b + sum; }
-};
+inline float exp2(float x) { return exp2(splat(x))[0]; }
 
-struct Float32 : SingleWords<Float32> {
-  using Element = float;
-  static Floats load(const void* from) { return simd::load<Floats>(from); }
-  static void store(void* to, Floats v) { simd::store(to, v); }
-};
-
-struct Float16 : SingleWords<Float16> {
-  using Element = uint16_t;
-  static Floats load(const void* from) {
-    const Words h = __builtin_convertvector(simd::load<Halves>(from), Words);
-    const Words magnitude = (h & 0x7fff) << 13;
-    const Floats finite = (Floats)magnitude * splat(0x1p112f);  // moves the exponent's bias, subnormals too
-    const Words bits = magnitude >= splat(0x0f800000u) ? magnitude | 0x7f800000 : (Words)finite;
-    return (Floats)(bits | (h & 0x8000) << 16);
-  }
-  static void store(void* to, Floats v) {
-    const Words magnitude = (Words)v & 0x7fffffff;
-    const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-    const Words subnormal = (Words)((Floats)magnitude + splat(0.5f)) - 0x3f000000;
-    Words h = magnitude < splat(0x38800000u) ? subnormal : normal;
-    h = magnitude >= splat(0x477ff000u) ? splat(0x7c00u) : h;  // 65520 and more round to infinity
-    h = magnitude > splat(0x7f800000u) ? splat(0x7e00u) : h;
-    h |= (Words)v >> 16 & 0x8000;
-    simd::store(to, __builtin_convertvector(h, Halves));
-  }
-};
-
-struct BFloat16Base {
-  using Element = uint16_t;
-  static Words bits(const void* from) { return __builtin_convertvector(simd::load<Halves>(from), Words); }
-  static Floats load(const void* from) { return (Floats)(bits(from) << 16); }
-  static void store(void* to, Floats v) {
-    const Words w = (Words)v;
-    Words h = (w + 0x7fff + (w >> 16 & 1)) >> 16;
-    h = (w & 0x7fffffff) > splat(0x7f800000u) ? splat(0x7fc0u) : h;
-    simd::store(to, __builtin_convertvector(h, Halves));
-  }
-};
-
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-struct BFloat16 : BFloat16Base {
-  static constexpr int kPack = 2;
-  static Words key_words(const void* from) { return simd::load<Words>(from); }
-  static Words value_words(const void* even, const void* odd) {
-    return interleave(simd::load<__m256i>(even), simd::load<__m256i>(odd), Lanes{});
-  }
-  template <int... I>
-  static Words interleave(__m256i even, __m256i odd, std::integer_sequence<int, I...>) {
-    const Words order = {uint32_t(I | (I + 2 * kLanes) << 16)...};  // an element of each in every word
-    return (Words)_mm512_permutex2var_epi16(_mm512_castsi256_si512(even), (__m512i)order, _mm512_castsi256_si512(odd));
-  }
-  static void store_weights(uint32_t* to, Floats p) {
-    const __m256bh pairs = _mm512_cvtneps_pbh((__m512)p);
-    std::memcpy(to, &pairs, sizeof pairs);
-  }
-  static Floats mad(Floats sum, Words a, Words b) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
-};
-#else
-struct BFloat16 : BFloat16Base, SingleWords<BFloat16> {};
-#endif
+// tanh with a relative error below 5e-7: its series near 0, where (1 - t) / (1 + t) would cancel.
+inline Floats tanh(Floats x) {
+  const Floats size = (Floats)((Words)x & 0x7fffffff), square = x * x;
+  const Floats t = exp2(size * -0x1.715476p+1f);
+  const Words far = (Words)((1.0f - t) / (1.0f + t)) | ((Words)x & 0x80000000);
+  Floats near = splat(0x1.664f48p-6f);
+  near = near * square + -0x1.ba1ba2p-5f;
+  near = near * square + 0x1.111112p-3f;
+  near = near * square + -0x1.555556p-2f;
+  near = near * square + 1.0f;
+  return size < splat(0.25f) ? near * x : (Floats)far;
+}
 
 }  // namespace simd

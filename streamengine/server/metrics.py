@@ -51,6 +51,7 @@ COUNTERS = {
     "draft_tokens": ("speculation_draft_tokens", "Tokens that were guessed."),
     "accepted_tokens": ("speculation_accepted_tokens", "Guessed tokens that were right."),
     "failed_steps": ("failed_steps", "Steps that raised."),
+    "runner_compilations_after_ready": ("compilations_after_ready", "Compiles while serving: each one is a fault."),
     "engine_submitted": ("requests_submitted", "Requests that were taken in."),
 }
 BY_LABEL = {

@@ -19,7 +19,7 @@ def int32(values: list[int]) -> Tensor:
 
 @dataclass
 class Batch:
-    """One step. ``cache`` [P, L, 2, S, K, D] holds every row's earlier positions and NaN everywhere else.
+    """One step. ``cache`` [P, L, S * K * (D + E)] holds every row's earlier positions and NaN everywhere else.
 
     With a ``window`` positions that no token of the row sees are NaN too, and page 0 stands for whole pages of them.
     """
@@ -33,6 +33,10 @@ class Batch:
     padding: int = 0
     seed: int = 0
     window: int | None = None
+    value_dim: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = field(init=False, default=None)
+    with_sinks: bool = False
     pages: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,22 +44,25 @@ class Batch:
         counts = [math.ceil(positions / self.page_size) for _, positions in self.rows]
         shuffled = (torch.randperm(sum(counts) + 2, generator=random) + 1).tolist()  # never page 0, some unused
         self.pages = [[shuffled.pop() for _ in range(count)] for count in counts]
-        shape = (sum(counts) + 4, LAYERS, 2, self.page_size, self.kv_heads, self.head_dim)
-        self.cache = torch.full(shape, math.nan, dtype=self.dtype)
+        slots, size = self.page_size * self.kv_heads, self.value_dim or self.head_dim
+        self.cache = torch.full((sum(counts) + 4, LAYERS, slots * (self.head_dim + size)), math.nan, dtype=self.dtype)
         # Every row's keys and values by position: what a chunk, a batch mate or SDPA would see.
-        self.keys = [self._normal(random, n, self.kv_heads) for _, n in self.rows]
-        self.values = [self._normal(random, n, self.kv_heads) for _, n in self.rows]
-        self.queries = [self._normal(random, n, self.heads) for _, n in self.rows]
+        self.keys = [self._normal(random, n, self.kv_heads, self.head_dim) for _, n in self.rows]
+        self.values = [self._normal(random, n, self.kv_heads, size) for _, n in self.rows]
+        self.queries = [self._normal(random, n, self.heads, self.head_dim) for _, n in self.rows]
+        if self.with_sinks:
+            self.sinks = 2 * self._normal(random, self.heads)
+        keys, values = self.views(self.cache)[LAYER]
         for row, (tokens, positions) in enumerate(self.rows):
             page, slot = self.slots(row)
             past = slice(self.unseen(row), positions - tokens)
-            self.cache[page[past], LAYER, 0, slot[past]] = self.keys[row][past]
-            self.cache[page[past], LAYER, 1, slot[past]] = self.values[row][past]
+            keys[page[past], slot[past]] = self.keys[row][past]
+            values[page[past], slot[past]] = self.values[row][past]
             gone = self.unseen(row) // self.page_size
             self.pages[row][:gone] = [0] * gone
 
-    def _normal(self, random: torch.Generator, positions: int, heads: int) -> Tensor:
-        return torch.randn(positions, heads, self.head_dim, generator=random).to(self.dtype)
+    def _normal(self, random: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(self.dtype)
 
     def unseen(self, row: int) -> int:
         """How many of a row's first positions lie outside of its first token's window."""
@@ -69,10 +76,23 @@ class Batch:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window)
+        return AttentionSpec(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            self.window,
+            self.value_dim,
+            self.soft_cap,
+            self.sinks is not None,
+        )
 
     def views(self, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(LAYERS)]
+        """Each layer's keys [P, S, K, D] and values [P, S, K, E] in ``cache``."""
+        shape = (len(cache), self.page_size, self.kv_heads)
+        cut = self.page_size * self.kv_heads * self.head_dim
+        layers = cache.unbind(1)
+        return [(layer[:, :cut].view(*shape, -1), layer[:, cut:].view(*shape, -1)) for layer in layers]
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,7 +109,7 @@ class Batch:
         return self._of_step(self.queries), self._of_step(self.keys), self._of_step(self.values)
 
     def _of_step(self, rows: list[Tensor]) -> Tensor:
-        padding = torch.full((self.padding, rows[0].shape[1], self.head_dim), math.nan, dtype=self.dtype)
+        padding = torch.full((self.padding, *rows[0].shape[1:]), math.nan, dtype=self.dtype)
         return torch.cat([*(row[n - tokens :] for row, (tokens, n) in zip(rows, self.rows, strict=True)), padding])
 
     def run(self, backend: type[Attention], **options: Any) -> tuple[Tensor, Tensor]:
@@ -98,6 +118,6 @@ class Batch:
         attention = backend(self.spec, self.views(cache), **options)
         attention.plan(*self.tables)
         q, k, v = self.operands()
-        out = torch.full_like(q, math.nan)
-        attention.run(q, k, v, LAYER, out)
+        out = q.new_full((*q.shape[:2], v.shape[2]), math.nan)
+        attention.run(q, k, v, LAYER, out, self.sinks)
         return out, cache

@@ -2,12 +2,17 @@
 
 import itertools
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled.attention import cpu
 from compiled.attention.base import Attention
 from compiled.attention.cpu import CpuAttention, Kernel, load_kernel
 from compiled.attention.reference import ReferenceAttention
@@ -23,9 +28,14 @@ WINDOWS = [None, 70, 1030]
 MIXED = [(1, 700), (33, 50), (1, 1), (5, 1100), (1, 64), (17, 17), (3, 2049)]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return load_kernel()
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> Iterator[Kernel]:
+    """The kernel of all tests here; ``make asan`` has it built with other flags."""
+    flags = os.environ.get("KERNEL_FLAGS")
+    built = load_kernel(flags=flags.split()) if flags else load_kernel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "load_kernel", lambda: built)
+        yield built
 
 
 def assert_equal_to_reference(batch: Batch, kernel: Kernel) -> None:
@@ -107,6 +117,37 @@ def test_a_mixed_batch_on_any_number_of_threads(
     torch.testing.assert_close(out, batch.run(ReferenceAttention)[0], **TOLERANCE[dtype])
 
 
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """A step of any shape with any features; sizes are small, so that odd ends are common."""
+    kv_heads = draw(st.integers(1, 3))
+    lengths = st.tuples(st.sampled_from([1, 1, 2, 7, 16, 33, 70]), st.sampled_from([0, 1, 15, 64, 100, 500, 1500]))
+    return Batch(
+        rows=[(tokens, tokens + past) for tokens, past in draw(st.lists(lengths, min_size=1, max_size=5))],
+        heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 7, 16, 24, 33, 40, 64, 80, 96, 128, 192])),
+        value_dim=draw(st.sampled_from([None, None, 3, 16, 24, 64, 100, 128])),
+        page_size=draw(st.sampled_from([1, 3, 16, 64, 100])),
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
+        padding=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 1000)),
+        window=draw(st.sampled_from([None, None, 1, 20, 64, 300, 1100])),
+        soft_cap=draw(st.sampled_from([None, 0.5, 3.0, 50.0])),
+        with_sinks=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(batch=batches(), threads=st.integers(1, 5))
+def test_any_shape_with_any_features_equals_the_reference_on_any_number_of_threads(
+    batch: Batch, threads: int, kernel: Kernel
+) -> None:
+    assert_equal_to_reference(batch, kernel)
+    alone, several = (batch.run(CpuAttention, kernel=kernel, threads=count)[0] for count in (1, threads))
+    assert torch.equal(alone, several)
+
+
 @pytest.mark.parametrize("flags", [("-O2", "-march=x86-64"), ("-O2", "-march=x86-64-v3"), ("-O2", "-march=x86-64-v4")])
 def test_the_kernel_for_smaller_cpus_is_equal_too(flags: tuple[str, ...]) -> None:
     if "avx512" not in torch.backends.cpu.get_cpu_capability().lower():
@@ -114,6 +155,8 @@ def test_the_kernel_for_smaller_cpus_is_equal_too(flags: tuple[str, ...]) -> Non
     kernel = load_kernel(flags=flags)
     for dtype in TOLERANCE:
         assert_equal_to_reference(Batch([(1, 131), (18, 50)], head_dim=40, dtype=dtype), kernel)
+        everything = Batch([(1, 131), (9, 50)], dtype=dtype, window=30, value_dim=24, soft_cap=1.5, with_sinks=True)
+        assert_equal_to_reference(everything, kernel)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -121,11 +164,12 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(backend: ty
     batch = Batch([(1, 33), (20, 40), (5, 5)], padding=6)
     _, cache = batch.run(backend)
     expected = batch.cache.clone()
+    keys, values = batch.views(expected)[LAYER]
     for row, (tokens, positions) in enumerate(batch.rows):
         page, slot = batch.slots(row)
         new = slice(positions - tokens, None)
-        expected[page[new], LAYER, 0, slot[new]] = batch.keys[row][new]
-        expected[page[new], LAYER, 1, slot[new]] = batch.values[row][new]
+        keys[page[new], slot[new]] = batch.keys[row][new]
+        values[page[new], slot[new]] = batch.values[row][new]
     assert torch.equal(cache.nan_to_num(12345.0), expected.nan_to_num(12345.0))
 
 

@@ -95,7 +95,8 @@ def test_an_operand_that_does_not_fit_is_refused(
         ([(torch.zeros(4, 16, 2, 64),) * 2], r"must be \[P, S, 2, 32\], not \(4, 16, 2, 64\)"),
         ([(torch.zeros(4, 16, 2, 32, dtype=torch.float64),) * 2], "must be float32, .* not torch.float64"),
         ([(torch.zeros(4, 16, 2, 64)[..., ::2],) * 2], "the last dimension must be contiguous"),
-        ([(torch.zeros(4, 16, 2, 32), torch.zeros(5, 16, 2, 32))], "layer 0 has another layout"),
+        ([(torch.zeros(4, 16, 2, 32), torch.zeros(5, 16, 2, 32))], r"keys are \(\(4, .* values \(\(5, "),
+        ([(torch.zeros(4, 16, 2, 32), torch.zeros(4, 2, 16, 32).transpose(1, 2))], "keys have strides"),
         ([(torch.zeros(4, 16, 2, 32),) * 2, (torch.zeros(4, 16, 2, 32).half(),) * 2], "layer 1 has another layout"),
     ],
 )
@@ -113,10 +114,9 @@ def test_heads_that_cannot_be_grouped_are_refused() -> None:
         AttentionSpec(4, 0, 64, 1.0)
 
 
-def test_the_kernel_refuses_head_sizes_and_threads_that_it_cannot_run() -> None:
-    cache = torch.zeros(4, 16, 2, 36)
-    with pytest.raises(ValueError, match="head_dim 36 is no multiple of 8"):
-        CpuAttention(AttentionSpec(4, 2, 36, 1.0), [(cache, cache)])
+def test_the_kernel_refuses_scales_and_threads_that_it_cannot_run() -> None:
     cache = torch.zeros(4, 16, 2, 32)
+    with pytest.raises(ValueError, match=r"scale -1.0 \(it must be positive\)"):
+        CpuAttention(AttentionSpec(4, 2, 32, -1.0), [(cache, cache)])
     with pytest.raises(ValueError, match="threads is 0"):
         CpuAttention(AttentionSpec(4, 2, 32, 1.0), [(cache, cache)], threads=0)

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.exc import InvalidCxxCompiler
 
 from compiled import weights
-from compiled.kv_store import KVShape, KVStore, size_pool
+from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
 from compiled.runner import RunnerOptions, build_runner
 from compiled.step import LoadError
 from tests.compiled import tiny
@@ -140,7 +140,7 @@ def test_a_context_longer_than_the_model_s_is_refused_with_both_numbers(tmp_path
         build_runner(options, lambda *_: None)
 
 
-SHAPE = KVShape(layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+SHAPE = KVShape((LayerShape(2, 8, 8),) * 2, page_size=4, dtype=torch.float32)
 
 
 def test_a_page_is_one_block_and_each_layer_sees_its_part_of_it() -> None:
@@ -151,6 +151,21 @@ def test_a_page_is_one_block_and_each_layer_sees_its_part_of_it() -> None:
     assert keys.stride() == values.stride()
     assert keys.stride(0) * 4 == store.spec.page_bytes
     assert not keys.any()
+
+
+def test_layers_of_different_sizes_share_a_page_without_touching_each_other() -> None:
+    shape = KVShape((LayerShape(1, 3, 5), LayerShape(4, 8, 8), LayerShape(2, 6, 2)), page_size=4, dtype=torch.bfloat16)
+    store = KVStore(shape, 3)
+    views = [view for pair in store.layers for view in pair]
+    assert [view.shape[2:] for view in views] == [(1, 3), (1, 5), (4, 8), (4, 8), (2, 6), (2, 2)]
+    for number, view in enumerate(views):
+        view[1] = number
+        assert view.data_ptr() % 64 == 0
+        assert view.stride(0) * 2 == store.spec.page_bytes
+    store.copy(1, 2)
+    for number, view in enumerate(views):
+        assert bool((view[1:] == number).all())
+        assert not view[0].any()
 
 
 def test_the_pool_takes_no_more_than_could_ever_be_used() -> None:

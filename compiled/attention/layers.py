@@ -1,0 +1,47 @@
+"""The attention of a whole model: one backend object for all layers that attend alike.
+
+Owns which layer belongs to which object. Layers may differ in their window, their sizes and all else that an
+`AttentionSpec` says; a step's page tables are the same for all of them, and checked once.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compiled.attention.base import Attention, AttentionSpec, make_plan
+
+Views = Sequence[tuple[Tensor, Tensor]]
+
+
+class ModelAttention:
+    """Like `Attention`, over layers of any kinds. ``views[i]`` are the pages of layer i."""
+
+    def __init__(
+        self, specs: Sequence[AttentionSpec], views: Views, make: Callable[[AttentionSpec, Views], Attention]
+    ) -> None:
+        members: dict[AttentionSpec, list[int]] = {}
+        for layer, spec in enumerate(specs):
+            members.setdefault(spec, []).append(layer)
+        self._groups = [make(spec, [views[layer] for layer in layers]) for spec, layers in members.items()]
+        places = {
+            layer: (group, number)
+            for group, layers in zip(self._groups, members.values(), strict=True)
+            for number, layer in enumerate(layers)
+        }
+        self._places = [places[layer] for layer in range(len(specs))]
+
+    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
+        """See `Attention.plan`."""
+        first = self._groups[0]
+        tables = (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
+        plan = make_plan(*tables, pages=first.pages, page_size=first.page_size)
+        for group in self._groups:
+            group.take(plan)
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """``out_THE`` of layer ``layer``; see `Attention.run`."""
+        group, number = self._places[layer]
+        out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
+        group.run(q_THD, k_TKD, v_TKE, number, out_THE, sinks_H)
+        return out_THE

@@ -1,0 +1,256 @@
+"""A model's folder → what runs its forward pass, in this order:
+
+```
+nothing saved: config → skeleton → trace → split → compile ┐
+                              └ the checkpoint is read ────┴ run uncompiled → bind → (compare → save)
+saved:         compiled pieces → the checkpoint is read ────────────────────── bind
+```
+
+What was saved needs neither transformers nor torch's compiler, and does not import them.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compiled.artifacts import Cache, Factors
+from compiled.attention.base import AttentionSpec
+from compiled.facts import spec_of
+from compiled.inductor import Generated
+from compiled.linear.op import load_kernel
+from compiled.native import KernelUnavailable
+from compiled.parameters import read_directly
+from compiled.program import LayerAttention, bind
+from compiled.recipe import ModelFacts, Recipe, Run
+from compiled.selfcheck import Check, Expected, expect
+from compiled.step import LoadError, ModelSpec
+from compiled.weights import Report, cache_folder, read_json
+
+if TYPE_CHECKING:
+    from compiled.pieces import Compiled
+
+log = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """A whole forward pass, compiled or not."""
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Parts of the way to a compiled model that tests switch off. ``compose``: trace one layer of each kind only;
+    ``fuse``: linears are merged and read packed weights."""
+
+    compose: bool = True
+    fuse: bool = True
+
+
+FAST = BuildOptions()
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What no check has passed yet. ``expected`` is what the uncompiled model says (None: it cannot be asked);
+    `keep` saves the rest, unless a piece of it runs in this process only (``generated`` is None)."""
+
+    factors: Factors
+    recipe: Recipe
+    generated: Mapping[str, Generated] | None
+    expected: Expected | None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A forward pass, and what must be known of it. ``seconds`` tells the time of each stage, ``pieces`` how many calls
+    of compiled pieces a pass makes and ``unique`` of how many different ones; ``fresh`` is None for what was saved."""
+
+    spec: ModelSpec
+    layers: tuple[AttentionSpec, ...]
+    run: Forward
+    work: Mapping[str, float]
+    seconds: Mapping[str, float]
+    pieces: int = 0
+    unique: int = 0
+    fresh: Fresh | None = None
+
+
+def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report) -> Built:
+    """The uncompiled model: transformers' own code with its weights.
+
+    Raises:
+        LoadError: why this model cannot be served here.
+    """
+    from compiled.model import forward, load  # transformers is slow to import, and compiled models do without
+
+    report("load", 0, 0)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "load"):
+        model = load(folder, dtype, max_model_len)
+    spec = _spec(model.facts, folder, name, dtype, max_model_len)
+
+    def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
+        return forward(model.module, ids_T, positions_T, rows_R, attention)
+
+    return Built(spec, model.facts.layers, run, model.facts.work, seconds)
+
+
+def build_compiled(
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    report: Report,
+    cache: Cache,
+    options: BuildOptions,
+) -> Built:
+    """The compiled model, from ``cache`` where it has been compiled before.
+
+    Raises:
+        LoadError: why this model cannot be served here.
+    """
+    seconds: dict[str, float] = {}
+    factors = factors_of(folder, dtype, max_model_len, cache, options)
+    with _timed(seconds, "look"):
+        found = cache.load(name, factors)
+    generated: Mapping[str, Generated] | None = {}
+    if found is not None:
+        _load_kernel()
+        recipe, functions, module = found.recipe, found.pieces, None
+        weights = _load(folder, dtype, recipe, report, seconds)
+    else:
+        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, seconds)
+        functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
+    spec = _spec(recipe.model, folder, name, dtype, max_model_len)
+    fresh = None
+    if found is None or found.notes.get("check") is None:
+        with _timed(seconds, "expect"):
+            expected = _expect(module, folder, dtype, max_model_len, weights, spec)
+        fresh = Fresh(factors, recipe, generated, expected)
+    with _timed(seconds, "bind"):
+        program = bind(recipe, functions, weights)
+    runs = sum(isinstance(call, Run) for call in recipe.calls)
+    return Built(spec, recipe.model.layers, program, recipe.model.work, seconds, runs, len(functions), fresh)
+
+
+def factors_of(
+    folder: Path, dtype: torch.dtype, max_model_len: int | None, cache: Cache, options: BuildOptions
+) -> Factors:
+    """All that decides what is compiled for the model in ``folder``."""
+    config = read_json(folder / "config.json")
+    return cache.factors(config, dtype=str(dtype), max_model_len=max_model_len, **asdict(options))
+
+
+def compile_only(
+    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, cache: Cache
+) -> bool:
+    """Fill ``cache`` from the model's config, without any of its weights; False where there was nothing to do. What
+    is saved is checked by the first start that has weights.
+
+    Raises:
+        LoadError: why this model cannot be served here.
+    """
+    factors = factors_of(folder, dtype, max_model_len, cache, FAST)
+    if cache.load(name, factors) is not None:
+        return False
+    from compiled import cold  # as below
+
+    _load_kernel()
+    described = cold.describe(folder, dtype, max_model_len)
+    recipe, compiled = cold.compile_model(described, cache, report, {}, fused=FAST.fuse)
+    keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
+    return True
+
+
+def keep(cache: Cache, model: str, fresh: Fresh, check: Check | None) -> None:
+    """Save what was compiled, with the ``check`` that it has passed."""
+    if fresh.generated is not None:
+        told = None if check is None else asdict(check)
+        cache.save(model, fresh.factors, fresh.recipe, fresh.generated, check=told)
+
+
+def _expect(
+    module: nn.Module | None,
+    folder: Path,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    weights: Mapping[str, Tensor],
+    spec: ModelSpec,
+) -> Expected | None:
+    try:
+        if module is None:
+            from compiled import cold  # as below: compiled without weights, so this is its first start
+
+            module = cold.plain(folder, dtype, max_model_len)
+        return expect(module, weights, spec.vocab_size)
+    except Exception as error:  # transformers raises whatever it trips over; what is compiled may still be right
+        log.warning("the compiled model is not checked: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return None
+
+
+def _compile(
+    folder: Path,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    options: BuildOptions,
+    cache: Cache,
+    report: Report,
+    seconds: dict[str, float],
+) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
+    """The checkpoint is read while the code is traced and compiled."""
+    # transformers and torch's compiler are slow to import, and what was saved does without them.
+    from compiled import cold
+
+    report("trace", 0, 0)
+    with ThreadPoolExecutor(2, "streamengine-read") as reader:
+        kernel = reader.submit(_load_kernel)
+        with _timed(seconds, "describe"):
+            described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
+        reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None
+        recipe, compiled = cold.compile_model(described, cache, report, seconds, fused=options.fuse)
+        with _timed(seconds, "load"):
+            kernel.result()
+            weights = None if reading is None else reading.result()
+            # Not beside the compiler: transformers changes torch's default type for a while.
+            weights = weights or cold.read_through_transformers(folder, dtype, recipe.held)
+    return recipe, compiled, weights, described.module
+
+
+def _load(
+    folder: Path, dtype: torch.dtype, recipe: Recipe, report: Report, seconds: dict[str, float]
+) -> MutableMapping[str, Tensor]:
+    report("load", 0, 0)
+    with _timed(seconds, "load"):
+        weights = read_directly(folder, recipe.held) if recipe.model.verbatim else None
+        if weights is None:
+            from compiled import cold  # as above
+
+            weights = cold.read_through_transformers(folder, dtype, recipe.held)
+    return weights
+
+
+def _load_kernel() -> None:
+    try:
+        load_kernel(cache_folder() / "kernels")
+    except KernelUnavailable as error:
+        raise LoadError(f"compiled models need the kernel of linear layers: {error}; use --eager") from error
+
+
+def _spec(facts: ModelFacts, folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> ModelSpec:
+    return spec_of(facts, folder, name, str(dtype).removeprefix("torch."), max_model_len)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - started

@@ -1,0 +1,242 @@
+"""A graph → code that Inductor writes for it, as files that load again without Inductor and without Dynamo.
+
+Inductor writes a Python module, whose ``call`` runs the graph, and C++ kernels; those of all pieces are compiled
+together (see `compiled.kernels`). Of the module is kept what ``call`` needs and nothing else, so that loading it
+imports torch alone: no compiler package (3 s), no pickle, no look-up in a cache that others could write. A fresh
+piece and a stored one are loaded by the same function from the same text, so a warm start runs what the cold one
+ran.
+"""
+
+import ast
+import builtins
+import importlib.abc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compiled import kernels
+from compiled.kernels import Kernel
+
+Call = Callable[[list[Any]], Sequence[Any]]
+"""Runs a piece: a list of its inputs, which is emptied so that each is freed after its last use → its outputs."""
+
+OPTIONS: Mapping[str, Any] = {
+    "fx_graph_cache": False,  # pickles, in a folder under /tmp; what is kept is kept by `compiled.artifacts`
+    "compile_threads": 1,  # more are processes of their own, which import torch before they compile anything
+    "cpp.vec_isa_ok": True,  # the CPU's flags are believed: trying each vector extension takes several seconds
+}
+"""Inductor's options: part of every piece's key."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor wrote: ``source`` defines ``call`` and asks for kernels of ``library`` (None: there are none), and
+    for ``constants``, which are tensors by the names of the globals that they become."""
+
+    source: str
+    library: Path | None
+    constants: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The same before its ``kernels``, by symbol, are compiled."""
+
+    source: str
+    kernels: Mapping[str, Kernel]
+    constants: Mapping[str, Tensor]
+
+
+class NotPortable(Exception):
+    """Inductor wrote something that runs in this process only. One line says what."""
+
+
+def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Generated:
+    """`write` and `build` for one graph."""
+    return build({"": write(graph, inputs, folder)}, folder)[""]
+
+
+def build(written: Mapping[str, Written], folder: Path) -> dict[str, Generated]:
+    """Compile the kernels of all that was ``written``, as one library in ``folder``.
+
+    Raises:
+        NotCompiled: what the compiler says.
+    """
+    together = {symbol: kernel for one in written.values() for symbol, kernel in one.kernels.items()}
+    with _working_in(folder):
+        library = kernels.build(together, folder) if together else None
+    return {
+        name: Generated(one.source, library if one.kernels else None, one.constants) for name, one in written.items()
+    }
+
+
+def write(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Written:
+    """Code for ``graph`` and ``inputs``: fake tensors of one mode and symbolic sizes. ``graph`` is used up.
+
+    ``folder`` is where Inductor works; see `compiled.artifacts.Cache.workshop`.
+
+    Raises:
+        NotPortable: its code cannot be kept as files.
+    """
+    # Compiling imports three seconds' worth of modules that a warm start does without.
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    results: list[Any] = []
+
+    def compile_inner(*arguments: Any, **options: Any) -> Any:
+        results.append(compile_fx_inner(*arguments, **options))
+        return results[-1]
+
+    modes = {value.fake_mode for value in inputs if hasattr(value, "fake_mode")}
+    (mode,) = modes
+    context = torch._guards.TracingContext(mode)
+    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch.no_grad(), torch._guards.tracing(context), no_cache, _working_in(folder):
+        compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=dict(OPTIONS))
+    if len(results) != 1:
+        raise NotPortable(f"one graph became {len(results)}")
+    return _portable(results[0])
+
+
+@contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """Inductor's files, which would lie in a folder under /tmp that is its user's by name only. Its own C++ compiler
+    does not run: kernels are only noted, and vector extensions not tried."""
+    from torch._inductor.async_compile import AsyncCompile  # as above
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    variable, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    own = AsyncCompile.cpp_pybinding, VecISA.check_build
+    os.environ[variable] = str(folder)
+    AsyncCompile.cpp_pybinding = lambda _, arguments, source: Kernel(tuple(arguments), source)
+    VecISA.check_build = kernels.believes_flags
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding, VecISA.check_build = own
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+
+
+def load(generated: Generated) -> Call:
+    """The piece's function. Raises ImportError or OSError for a kernel that does not load here."""
+    module = ModuleType("compiled_piece")
+    module.__dict__.update(generated.constants)
+    if generated.library is not None:
+        module.__dict__["kernel"] = vars(kernels.load(generated.library)).__getitem__
+    _Text(generated.source).exec_module(module)
+    call: Call = module.__dict__["call"]
+    return call
+
+
+class _Text(importlib.abc.InspectLoader):
+    """Runs a module from text at hand: Python's own loader would leave bytecode beside it and trust it later."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def get_source(self, fullname: str) -> str:
+        return self._source
+
+
+def _portable(result: Any) -> Written:
+    """``result`` is Inductor's ``CompiledFxGraph``."""
+    if result.torchbind_constants or result.opaque_value_type_classes or result.frozen_param_names:
+        raise NotPortable("it holds objects that are no tensors")
+    there = result.current_callable.__func__.__globals__
+    noted = {name: value for name, value in there.items() if isinstance(value, Kernel)}
+    symbols = {name: kernel.symbol for name, kernel in noted.items()}
+    source = prune(result.source_code, result.constants, symbols)
+    return Written(source, {kernel.symbol: kernel for kernel in noted.values()}, result.constants)
+
+
+def prune(source: str, constants: Mapping[str, Tensor], symbols: Mapping[str, str]) -> str:
+    """``source`` without what ``call`` does not need, and with its C++ kernels taken from a library that has them by
+    ``symbols``.
+
+    Raises:
+        NotPortable: it needs something that is neither in it nor in ``constants``.
+    """
+    statements = ast.parse(source).body
+    kept = [statement for statement in _needed(statements, "call") if not _bound(statement) & constants.keys()]
+    names = {name for statement in kept for name in _bound(statement)}
+    missing = {n for s in kept for n in _free(s)} - names - constants.keys() - set(dir(builtins)) - {"async_compile"}
+    if missing:
+        raise NotPortable(f"it needs {', '.join(sorted(missing))}")
+    lines, text = source.splitlines(), []
+    for statement in kept:
+        if _is_kernel(statement):
+            (name,) = _bound(statement)
+            text.append(f"{name} = kernel({symbols[name]!r})")
+        elif "extern_kernels" in _bound(statement) and _are_torchs(kept):
+            text.append("import torch as extern_kernels")
+        elif "async_compile" in _free(statement) or "async_compile" in _bound(statement):
+            raise NotPortable(f"it compiles when it is loaded: {ast.unparse(statement)[:80]}")
+        else:
+            text += lines[statement.lineno - 1 : statement.end_lineno]
+    return "\n".join(text) + "\n"
+
+
+def _needed(statements: list[ast.stmt], root: str) -> list[ast.stmt]:
+    """The statements that bind ``root`` and, in turn, what those use, in order."""
+    needed: set[int] = set()
+    todo, seen = [root], {root, "async_compile"}
+    while todo:
+        name = todo.pop()
+        for number, statement in enumerate(statements):
+            if number not in needed and name in _bound(statement):
+                needed.add(number)
+                todo += _free(statement) - seen
+                seen |= _free(statement)
+    return [statement for number, statement in enumerate(statements) if number in needed]
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Names that ``statement`` gives to the module."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+        return {statement.name}
+    if isinstance(statement, ast.Assign):
+        return {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return set()
+
+
+def _free(statement: ast.stmt) -> set[str]:
+    """Names that ``statement`` takes from the module (or from Python)."""
+    nodes = list(ast.walk(statement))
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if isinstance(statement, ast.Assign):
+        return loaded
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return loaded - own - {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def _is_kernel(statement: ast.stmt) -> bool:
+    """``name = async_compile.cpp_pybinding(…)``."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "async_compile.cpp_pybinding"
+
+
+def _are_torchs(statements: list[ast.stmt]) -> bool:
+    """Whether each ``extern_kernels.f`` is ``torch.f``: then a module that takes four seconds is not imported."""
+    # It is there, because the code was written in this process.
+    from torch._inductor.select_algorithm import extern_kernels
+
+    used = set(_attributes(statements, "extern_kernels"))
+    return all(getattr(torch, name, None) is getattr(extern_kernels, name) for name in used)
+
+
+def _attributes(statements: list[ast.stmt], name: str) -> Iterator[str]:
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+                yield node.attr

@@ -1,0 +1,63 @@
+"""``streamengine::linear``: a linear layer whose weight was packed beforehand, as an operator of torch.
+
+Owns the packed layout (see ``product.h``) and the operator's schema, so that graphs with it can be traced and
+compiled before the kernel is there; `load_kernel` gives it one on the CPU. Each result is summed in float32, in
+the order of the inputs: a row has the same bits whatever rows are computed with it and on any number of threads.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compiled.native import FLAGS, load_library
+
+PANEL = 32
+"""Outputs that are packed side by side; mirrors ``kPanel`` in the kernel."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_HERE = Path(__file__).parent
+_SHARED = _HERE.parent / "attention"
+_SOURCES = (_HERE / "linear.cpp", _HERE / "product.h", _SHARED / "formats.h", _SHARED / "simd.h")
+
+torch.library.define("streamengine::linear", "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+
+
+@torch.library.register_fake("streamengine::linear")
+def _(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@cache
+def load_kernel(folder: Path | None = None, flags: Sequence[str] = FLAGS) -> None:
+    """Give ``streamengine::linear`` its kernel, compiled first if ``folder`` does not have it (see `compiled.native`).
+
+    Raises `compiled.native.KernelUnavailable`.
+    """
+    torch_folder = Path(torch.__file__).parent
+    flags = (*flags, f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
+    load_library(_SOURCES, folder, flags=flags)
+
+
+def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Of the packed weight: panels, words of inputs, outputs in a panel, inputs in a word of 32 bits."""
+    word = 4 // dtype.itemsize
+    return -(-out_features // PANEL), -(-in_features // word), PANEL, word
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``weight [N, K]`` in the layout of the kernel: a new tensor of the same size, but for padding with zeros."""
+    outputs, inputs = weight.shape
+    panels, words, _, word = shape = packed_shape(outputs, inputs, weight.dtype)
+    padded = torch.nn.functional.pad(weight, (0, words * word - inputs, 0, panels * PANEL - outputs))
+    as_words = padded.contiguous().view(torch.int32).view(panels, PANEL, words)
+    return as_words.transpose(1, 2).contiguous().view(weight.dtype).view(shape)
+
+
+def packed_rows(packed: Tensor, rows: Tensor, in_features: int) -> Tensor:
+    """Rows ``rows`` [...] of the weight that was packed, as ``[..., K]``: an embedding tied to an LM head."""
+    found = packed[rows // PANEL, :, rows % PANEL]
+    return found.flatten(-2)[..., :in_features]

@@ -1,0 +1,122 @@
+"""A recipe with weights in it: the whole forward pass as a flat list of calls.
+
+Layers exist only here: every call has its own parameters at hand, so nothing is looked up by name in a step.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled.inductor import Call
+from compiled.linear.op import pack
+from compiled.recipe import Fed, Parameter, Recipe, Run
+
+SMALLEST = 2
+"""Fewest tokens and fewest logit rows of a compiled call: Dynamo takes a size of 1 for a constant."""
+
+
+class LayerAttention(Protocol):
+    """The attention of one planned step."""
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """``out_THE`` of layer ``layer``."""
+        ...
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """The same of the next layer: what an uncompiled model calls."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry of the list: registers ``arguments`` → ``function`` (None: attention) → registers ``results``.
+    ``dead`` registers are emptied before, so that memory is given back as soon as in eager code."""
+
+    function: Call | None
+    layer: int
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    dead: tuple[int, ...]
+
+
+class Program:
+    """A compiled forward pass. Not thread-safe; at least `SMALLEST` tokens and rows a call."""
+
+    def __init__(
+        self, entries: Sequence[_Entry], registers: list[Any], fed: Sequence[tuple[int, str]], output: int
+    ) -> None:
+        self._entries = tuple(entries)
+        self._registers = registers
+        self._fed = tuple(fed)
+        self._output = output
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
+        """Logits ``[R, V]`` of the tokens at indices ``rows_R``."""
+        given = {"ids": ids_T, "positions": positions_T, "rows": rows_R, "T": len(ids_T), "R": len(rows_R)}
+        registers = list(self._registers)
+        for register, name in self._fed:
+            registers[register] = given[name]
+        for entry in self._entries:
+            arguments = [registers[i] for i in entry.arguments]
+            for register in entry.dead:
+                registers[register] = None
+            if entry.function is None:
+                query, key, value, *sinks = arguments
+                registers[entry.results[0]] = attention.attend(query, key, value, entry.layer, *sinks)
+            else:
+                for register, made in zip(entry.results, entry.function(arguments), strict=True):
+                    registers[register] = made
+        return registers[self._output]
+
+
+def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[str, Tensor]) -> Program:
+    """The program of ``recipe``. ``weights`` are taken out of their mapping as they are used for the last time, so
+    that what is merged or packed is not kept beside its copy."""
+    numbers = {name: i for i, name in enumerate(recipe.sources)}
+    for call in recipe.calls:
+        for name in call.outputs if isinstance(call, Run) else (call.output,):
+            numbers[name] = len(numbers)
+    registers: list[Any] = [None] * len(numbers)
+    fed = []
+    left = _uses(recipe)
+    for name, source in recipe.sources.items():
+        if isinstance(source, Fed):
+            fed.append((numbers[name], source.name))
+        elif isinstance(source, Parameter):
+            registers[numbers[name]] = _parameter(source, weights, left)
+        else:
+            registers[numbers[name]] = recipe.constants[source.index]
+    entries = []
+    alive = {numbers[recipe.output], *(numbers[name] for name in recipe.sources)}
+    for call in reversed(recipe.calls):
+        arguments = tuple(numbers[name] for name in call.inputs)
+        dead = tuple(dict.fromkeys(argument for argument in arguments if argument not in alive))
+        alive.update(dead)
+        if isinstance(call, Run):
+            results = tuple(numbers[name] for name in call.outputs)
+            entries.append(_Entry(functions[call.key], -1, arguments, results, dead))
+        else:
+            entries.append(_Entry(None, call.layer, arguments, (numbers[call.output],), dead))
+    return Program(entries[::-1], registers, fed, numbers[recipe.output])
+
+
+def _uses(recipe: Recipe) -> dict[str, int]:
+    """How many sources take each weight."""
+    left: dict[str, int] = {}
+    for source in recipe.sources.values():
+        for name in source.names if isinstance(source, Parameter) else ():
+            left[name] = left.get(name, 0) + 1
+    return left
+
+
+def _parameter(source: Parameter, weights: MutableMapping[str, Tensor], left: dict[str, int]) -> Tensor:
+    parts = []
+    for name in source.names:
+        left[name] -= 1
+        parts.append(weights[name] if left[name] else weights.pop(name))
+    merged = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
+    return pack(merged) if source.packed else merged
