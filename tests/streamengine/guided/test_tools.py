@@ -82,7 +82,8 @@ def test_what_is_no_tool_or_choice_is_refused_by_its_place(tools: Any, choice: A
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_by_its_tool() -> None:
-    for broken in ({"properties": {"b": {"type": "string", "pattern": "["}}}, {"not": {}}):
+    schemas: tuple[Any, ...] = ({"properties": {"b": {"type": "string", "pattern": "["}}}, {"not": {}})
+    for broken in schemas:
         box = read_tools([tool("a"), tool("b", broken)])
         assert box is not None
         with pytest.raises(GrammarError) as refused:
@@ -140,7 +141,7 @@ def test_openai_s_client_gets_the_same_calls_streamed_or_not_and_brings_back_res
                         streamed[piece.index] = [piece.function.name or "", ""]
                     streamed[piece.index][1] += piece.function.arguments or ""
             assert chunk.choices[0].finish_reason == "tool_calls"
-            assert list(streamed.values()) == [[c.function.name, c.function.arguments] for c in calls]  # type: ignore[union-attr]
+            assert list(streamed.values()) == [[c.function.name, c.function.arguments] for c in calls]
         results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls]
         turns: Any = [*HELLO, answer.message, *results]
         again = client.chat.completions.create(
