@@ -22,6 +22,9 @@ STATES_TO_IMPROVE = 200
 SLACK = 64
 LOOK_EVERY = 16
 
+STUTTER = 16
+"""A token so many times in a row leads nowhere, as zeros behind a point where the number may not be zero."""
+
 TRIED = 6
 """Tokens that are tried where nothing can be closed."""
 
@@ -29,7 +32,8 @@ _CLOSERS = frozenset(b'"]}')
 _GROUPS = (
     (b'""', b'"', b"}", b"]"),
     # Closers of several kinds at once come here. Then what ends a number comes before what would lengthen it.
-    (b",", b":", b"null", b"[]", b"{}", b"0", b"1", b"true", b"n", b"t", b"-", b"[", b"{"),
+    # One before zero: a year 0 is a date in JSON Schema, but not in every language.
+    (b",", b":", b"null", b"[]", b"{}", b"1", b"0", b"true", b"n", b"t", b"-", b"[", b"{"),
 )
 _SIMPLE = frozenset(text for group in _GROUPS for text in group)
 
@@ -46,11 +50,12 @@ class Closer:
         simple = {text: token for token, text in reversed(list(enumerate(texts))) if text in _SIMPLE}
         first, *others = ([simple[text] for text in group if text in simple] for group in _GROUPS)
         self._preferred = np.array([*first, *closers, *(token for group in others for token in group)], np.int64)
+        self._closing = frozenset([*first, *closers, *(simple[text] for text in (b",", b":") if text in simple)])
         self._ends = np.array(vocabulary.tokenizer.eos_tokens, np.int64)
 
-    def shortest(self, matcher: Matcher, most: int) -> list[int] | None:
+    def shortest(self, matcher: Matcher, most: int, improve: int = STATES_TO_IMPROVE) -> list[int] | None:
         """Tokens that complete the answer, at most ``most``; an end-of-sequence token where the grammar allows one and
-        does not end by itself. None if none were found."""
+        does not end by itself. None if none were found. With ``improve`` 0 the first that are found will do."""
         best: list[int] | None = None
         states, order = MAX_STATES, count()
         # Whoever left the most promising way least often goes first, and of these who is furthest.
@@ -60,11 +65,12 @@ class Closer:
             strayed, _, _, here, tokens = heappop(heap)
             for rank, step in enumerate(self._steps(here)):
                 path = [*tokens, *step]
+                rank += len(path) > STUTTER and len(set(path[-STUTTER:])) == 1
                 if len(path) > most:
                     continue
                 there = here.copy()
                 if step[-1] in self._ends or (all(there.advance(token) for token in step) and there.stopped):
-                    best, most, states = path, len(path) - 1, min(states, STATES_TO_IMPROVE)
+                    best, most, states = path, len(path) - 1, min(states, improve)
                 elif not there.error:
                     heappush(heap, (strayed + rank, -len(path), next(order), there, path))
         return best
@@ -81,13 +87,14 @@ class Closer:
         self._vocabulary.fill([(matcher, 0, ())], bitmask)
         allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little").astype(bool)[: len(self._lengths)]
         preferred = self._preferred[allowed[self._preferred]][:TRIED].tolist()
-        if preferred:
+        if not self._closing.isdisjoint(preferred):
             yield from ([token] for token in preferred)
             return
+        # What begins with a digit may need a letter to end, as a duration does.
         others = np.flatnonzero(allowed)
-        by_length = others[np.argsort(-self._lengths[others], kind="stable")]
-        for token in dict.fromkeys([*by_length[:TRIED].tolist(), *by_length[-TRIED:].tolist()]):
-            yield [token]
+        by_length = others[np.argsort(-self._lengths[others], kind="stable")].tolist()
+        tried = [*preferred[:1], *by_length[: -TRIED - 1 : -1], *preferred[1:], *by_length[:TRIED]]
+        yield from ([token] for token in dict.fromkeys(tried))
 
 
 class Steering:
@@ -117,7 +124,7 @@ class Steering:
         for drop in range(taken + 1):
             if drop:
                 back.rollback(1)
-            ending = self._closer.shortest(back, left + drop)
+            ending = self._closer.shortest(back, left + drop, improve=0)
             if ending is not None:
                 self._watch_below = 2 * len(ending) + SLACK
                 return (drop, ending) if drop else None

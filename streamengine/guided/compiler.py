@@ -19,8 +19,8 @@ COMPILE_S = 10.0
 THREADS = 2
 MAX_REMEMBERED = 256
 MAX_REMEMBERED_BYTES = 16 * 2**20
-MAX_WAITING = 16
-"""Grammars that one tenant may have in the making."""
+MAX_WAITING = 32
+"""Different grammars that one tenant may have in the making."""
 
 Outcome = Matcher | RequestError
 
@@ -58,12 +58,16 @@ class GrammarCompiler:
             future: Future[Outcome] = Future()
             future.set_result(known)
         else:
-            waiting = sum(job.tenant == tenant for job in self._jobs.values())
-            if waiting >= MAX_WAITING:
-                raise Overloaded(f"{waiting} grammars of yours are being compiled, which is the most", waiting=waiting)
-            future = self._same.get(grammar) or self._threads.submit(self._run, grammar)
-            self._same[grammar] = future
+            if grammar not in self._same:
+                self._check_waiting(tenant)
+                self._same[grammar] = self._threads.submit(self._run, grammar)
+            future = self._same[grammar]
         self._jobs[key] = _Job(grammar, tenant, now + COMPILE_S, future)
+
+    def _check_waiting(self, tenant: str) -> None:
+        waiting = len({job.grammar for job in self._jobs.values() if job.tenant == tenant})
+        if waiting >= MAX_WAITING:
+            raise Overloaded(f"{waiting} grammars of yours are being compiled, which is the most", waiting=waiting)
 
     def cancel(self, key: int) -> bool:
         """Forget ``key``; False if it is not here."""

@@ -25,6 +25,9 @@ MAX_PATTERN = 2_000
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that are enforced; any other is an annotation, as the standard has it."""
 
+_YEAR = "^([1-9]|0[1-9]|00[1-9]|000[1-9])"
+"""Of dates: a year 0 is valid, but most languages have no such date, so an answer never says it."""
+
 _ONE = frozenset(
     {
         *("additionalProperties", "unevaluatedProperties", "propertyNames"),
@@ -47,6 +50,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keyword → values with which it says nothing."""
 
+_WORDS = frozenset({"enum", "const", "type", "title", "description"})
+"""Of a schema for some words."""
+
 Schema = dict[str, Any]
 
 
@@ -61,7 +67,10 @@ def prepare(schema: Any) -> str:
     _check_size(schema)
     _check_limits(schema)
     _check_valid(schema)
-    return msgspec.json.encode(_normalise(schema)).decode()
+    normal = _normalise(schema)
+    for _, one in _walk(normal, "$"):
+        _name_properties(one, normal)
+    return msgspec.json.encode(normal).decode()
 
 
 def places_of(text: str, keywords: Collection[str]) -> list[str]:
@@ -158,6 +167,8 @@ def _normalise(schema: Any) -> Any:
     if "oneOf" in normal:
         # The engine proves that branches exclude each other only where it merges them with a sibling.
         normal.setdefault("anyOf", [{}])
+    if normal.get("format") in ("date", "date-time"):
+        normal["allOf"] = [*normal.get("allOf", ()), {"pattern": _YEAR}]
     return normal
 
 
@@ -167,6 +178,24 @@ def _normalise_part(key: str, value: Any) -> Any:
     if key in _LIST and isinstance(value, list):
         return [_normalise(part) for part in value]
     return _normalise(value) if key in _ONE else value
+
+
+def _name_properties(one: Schema, root: Schema) -> None:
+    """``propertyNames`` that are some words, as typed maps have them, say the same as ``properties``, which the engine
+    can enforce."""
+    names = one.get("propertyNames")
+    if isinstance(names, dict) and isinstance(names.get("$ref"), str) and len(names) == 1:
+        _, _, place = names["$ref"].partition("#/")
+        group, _, name = place.partition("/")
+        names = root.get(group, {}).get(name)
+    if not isinstance(names, dict) or names.keys() - _WORDS or names.get("type", "string") != "string":
+        return
+    words = names["enum"] if "enum" in names else [names["const"]] if "const" in names else []
+    value = one.get("additionalProperties", True)
+    small = len(words) <= MAX_OPTIONAL and len(words) * len(msgspec.json.encode(value)) <= MAX_BYTES
+    if words and small and all(map(_is_text, words)) and not one.keys() & {"properties", "patternProperties"}:
+        del one["propertyNames"]
+        one |= {"properties": dict.fromkeys(words, value), "additionalProperties": False}
 
 
 def _says_something(key: str, value: Any, schema: dict[str, Any]) -> bool:

@@ -158,7 +158,7 @@ async def test_a_document_is_closed_before_its_tokens_are_spent(tmp_path: Path) 
     words = {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 2}
     schema = {"type": "object", "properties": {"words": words, "n": {"type": "integer"}}, "required": ["words", "n"]}
     async with opened(tmp_path) as engine:
-        for seed, most in enumerate(range(40, 100, 3)):
+        for seed, most in enumerate(range(40, 100, 7)):
             result = await engine.generate(
                 prompt="?",
                 sampling=SamplingParams(max_tokens=most, seed=seed, speculate=seed % 2 * 4),
