@@ -328,7 +328,7 @@ def test_a_client_that_is_closed_cancels_what_is_open(played: PlayedServer) -> N
     played.sockets[0].on_close(lambda code, reason: codes.append(code))
     played.page.evaluate("client.close()")
     assert played.page.evaluate("one")[-1]["code"] == "connection_lost"
-    eventually(lambda: played.sent("generate") and codes == [1000])
+    eventually(lambda: len(played.sent("generate")) == 1 and codes == [1000])
 
 
 def test_after_goaway_new_streams_open_another_socket(played: PlayedServer) -> None:

@@ -245,7 +245,7 @@ def test_several_prompts_run_side_by_side_on_one_socket(tab: Any, site: Served) 
         tab.click("#add-column")
     tab.locator(".column-head textarea").nth(1).fill("Its own")
     ask(tab, "For all")
-    tab.wait_for_function("document.querySelectorAll('article.assistant:not([aria-busy]) .again').length === 3")
+    eventually(lambda: tab.locator("article.assistant:not([aria-busy]) .again").count() == 3)
     assert tab.locator("article.user .text").all_text_contents() == ["For all", "Its own", "For all"]
     assert tab.locator("article.assistant .text").all_text_contents() == [REPLY] * 3
     assert len(sockets) == 1
