@@ -1,6 +1,7 @@
 """The server from outside: raw HTTP and WebSocket clients against a real socket, an engine over a fake runner."""
 
 import contextlib
+import gzip
 import http.client
 import os
 import signal
@@ -24,6 +25,7 @@ from streamengine.errors import EngineFailure, StartupError
 from streamengine.link import Progress
 from streamengine.server import Server, protocols
 from streamengine.server import run as server_run
+from streamengine.server.page import FILES
 from tests.fakes import FakeRunner
 from tests.serving import PATIENCE_S, Client, Served, engine_over, eventually, roomy_runner, serving, text_of
 
@@ -282,7 +284,7 @@ def test_compression_is_not_agreed_to(served: Served) -> None:
 
 
 def test_the_page_comes_under_a_strict_policy(served: Served) -> None:
-    for path in ("/", "/client.js", "/page.js", "/style.css", "/icon.svg"):
+    for path in FILES:
         status, headers, body = served.get(path)
         assert (status, len(body) > 100, headers["x-content-type-options"]) == (200, True, "nosniff")
         assert headers["content-security-policy"].startswith("default-src 'self';")
@@ -291,8 +293,12 @@ def test_the_page_comes_under_a_strict_policy(served: Served) -> None:
     assert html.count("<script") == html.count('<script type="module" src=') == 1
 
 
-def test_the_client_is_small(served: Served) -> None:
-    assert len(served.get("/client.js")[2]) <= 8192
+def test_the_page_is_sent_small_and_once(served: Served) -> None:
+    status, headers, packed = served.ask("GET", "/client.js", **{"accept-encoding": "gzip"})
+    assert (status, headers["content-encoding"]) == (200, "gzip")
+    assert gzip.decompress(packed) == served.get("/client.js")[2]
+    status, _, body = served.ask("GET", "/client.js", **{"if-none-match": headers["etag"]})
+    assert (status, body) == (304, b"")
 
 
 def test_what_is_not_there_is_not_found(served: Served) -> None:
