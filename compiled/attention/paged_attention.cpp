@@ -203,16 +203,21 @@ void run(const Problem& p, const Operands& o, char* workspace) {
       append<Element>(p, o, next - p.qo_indptr - 1, token);
     }
     Worker<Format> worker(p, o, workspace + omp_get_thread_num() * layout.scratch);
-    int64_t number = taken++;
+    int64_t held = 0, last = 0;
+    const auto take = [&] {
+      if (held == 0) held = layout.grab, last = taken.fetch_add(layout.grab);
+      return held--, last++;
+    };
+    int64_t number = take();
     if (number < works) worker.begin(layout.work(items, number));
     while (number < works) {
-      const int64_t following = taken++;
+      const int64_t following = take();
       const Work work = layout.work(items, number), next = layout.work(items, std::min(following, works - 1));
+      const Work* ahead = following < works ? &next : nullptr;
       if (layout.fan_out)
-        worker.attend(work, following < works ? &next : nullptr,
-                      State(states + number * State::bytes(p), p.block_vectors()));
+        worker.attend(work, ahead, State(states + number * State::bytes(p), p.block_vectors()));
       else
-        worker.attend(work, following < works ? &next : nullptr);
+        worker.attend(work, ahead);
       number = following;
     }
     if (layout.fan_out) {

@@ -10,10 +10,11 @@
 namespace {
 
 using simd::kLanes;
+using simd::kTileRows;
 
 constexpr int kBlock = 64;         // keys packed at once: they stay in the first-level cache while they are used
 constexpr int kSplit = 1024;       // keys whose partial result another thread may compute
-constexpr int kQueryVectors = 48;  // query tokens x query heads of an item, which share one packing of keys
+constexpr int kQueryVectors = 96;  // query tokens x query heads of an item, which share one packing of keys
 
 // A block of one row's query tokens, for one KV head with all its query heads.
 struct Item {
@@ -103,6 +104,7 @@ struct State {
 struct Layout {
   int64_t items = 0, slots = 0;
   bool fan_out;  // a work is one split, because items are too few or too unlike for the threads
+  int64_t grab;  // works that a thread takes at once: all heads of a query block, which lie beside each other
   int64_t scratch, states, item_list, total;
 
   explicit Layout(const Problem& p) {
@@ -113,8 +115,9 @@ struct Layout {
         longest = std::max<int64_t>(longest, item.keys - item.first);
       });
     fan_out = p.threads > 1 && slots > items && longest * p.threads * 4 > keys;
+    grab = fan_out || items < 8 * p.threads * p.kv_heads ? 1 : p.kv_heads;
     const int64_t words = p.block_vectors() * p.padded_key() + kBlock * (p.padded_key() + p.padded_value()) +
-                          int64_t(kBlock) * 8;
+                          int64_t(kBlock) * kTileRows;
     scratch = aligned(sizeof(uint32_t) * words) + 2 * State::bytes(p);
     states = p.threads * scratch;
     item_list = states + (fan_out ? slots * State::bytes(p) : 0);
