@@ -178,7 +178,7 @@ def machine_factors(threads: int) -> Factors:
         "threads": threads,
         "inductor": dict(inductor.OPTIONS),
         "environment": {key: value for key, value in there.items() if key not in _ELSEWHERE},
-        "operators": _code("linear/*.py", "inductor.py"),
+        "operators": _code("linear/*.py", "inductor.py", "kernels.py"),
     }
 
 
