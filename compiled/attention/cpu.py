@@ -118,7 +118,6 @@ class CpuAttention(Attention):
         out_THE: Tensor,
         sinks_H: Tensor | None,
     ) -> None:
-        strides = (stride for operand in (q_THD, k_TKD, v_TKE, out_THE) for stride in operand.stride()[:2])
         operands = _Operands(
             q_THD.data_ptr(),
             k_TKD.data_ptr(),
@@ -127,7 +126,10 @@ class CpuAttention(Attention):
             out_THE.data_ptr(),
             *self._caches[layer],
             q_THD.shape[0],
-            *strides,
+            *q_THD.stride()[:2],
+            *k_TKD.stride()[:2],
+            *v_TKE.stride()[:2],
+            *out_THE.stride()[:2],
         )
         self._kernel.run(self._problem, operands, self._workspace.data_ptr())
 

@@ -23,17 +23,15 @@ class Worker {
   static constexpr int kPack = Format::kPack;
 
  public:
-  Worker(const Problem& problem, const Operands& operands, char* scratch)
+  Worker(const Problem& problem, const Operands& operands, const Layout& layout, char* scratch)
       : p_(problem), o_(operands), score_(problem), key_words_((problem.key_dim + kPack - 1) / kPack),
         query_stride_(problem.padded_key()), columns_(problem.padded_value()) {
-    const int64_t vectors = p_.block_vectors();
     queries_ = reinterpret_cast<uint32_t*>(scratch);
-    keys_ = queries_ + vectors * query_stride_;
+    keys_ = queries_ + layout.vectors * query_stride_;
     values_ = keys_ + kBlock * query_stride_;
     scores_ = values_ + kBlock * columns_;
-    char* states = scratch + aligned(reinterpret_cast<char*>(scores_ + kBlock * kTileRows) - scratch);
-    whole_ = State(states, vectors);
-    part_ = State(states + State::bytes(p_), vectors);
+    whole_ = State(scratch + layout.scratch - 2 * layout.state, layout.vectors);
+    part_ = State(scratch + layout.scratch - layout.state, layout.vectors);
   }
 
   // Works are attended one after the other: while one is walked, the first block of the next is fetched.
@@ -60,10 +58,10 @@ class Worker {
     write(*work.item, whole_);
   }
 
-  void merge_splits(const Item& item, char* states) {
-    const State whole(states + item.slot * State::bytes(p_), p_.block_vectors());
-    for (int64_t s = 1; s < item.splits(); s++)
-      merge(score_.factor, count(item), columns_, whole, State(states + (item.slot + s) * State::bytes(p_), p_.block_vectors()));
+  void merge_splits(const Item& item, const Layout& layout, char* workspace) {
+    const State whole = layout.state_of(item.slot, workspace);
+    for (int64_t split = 1; split < item.splits(); split++)
+      merge(score_.factor, count(item), columns_, whole, layout.state_of(item.slot + split, workspace));
     write(item, whole);
   }
 
@@ -106,7 +104,8 @@ class Worker {
   }
 
   template <class Values, int... I>
-  void in_tiles(const Item& item, const Block<Element>& block, State state, Values values, std::integer_sequence<int, I...>) {
+  void in_tiles(const Item& item, const Block<Element>& block, State state, Values values,
+                std::integer_sequence<int, I...>) {
     const int64_t vectors = count(item);
     int64_t m = 0;
     for (; m + kTileRows <= vectors; m += kTileRows) rows<kTileRows>(item, block, state, values, m);
@@ -170,7 +169,8 @@ template <class Element>
 void append(const Problem& p, const Operands& o, int64_t row, int64_t token) {
   const int64_t position = p.position(row, token), slot = position % p.page_size;
   const int64_t page = p.kv_indices[p.kv_indptr[row] + position / p.page_size];
-  const Element *k = static_cast<const Element*>(o.k) + token * o.k_token, *v = static_cast<const Element*>(o.v) + token * o.v_token;
+  const Element* k = static_cast<const Element*>(o.k) + token * o.k_token;
+  const Element* v = static_cast<const Element*>(o.v) + token * o.v_token;
   Element* keys = static_cast<Element*>(o.key_cache) + page * p.key_page + slot * p.key_slot;
   Element* values = static_cast<Element*>(o.value_cache) + page * p.value_page + slot * p.value_slot;
   for (int64_t h = 0; h < p.kv_heads; h++) {
@@ -190,7 +190,6 @@ void run(const Problem& p, const Operands& o, char* workspace) {
   using Element = typename Format::Element;
   const Layout layout(p);
   const Item* items = reinterpret_cast<const Item*>(workspace + layout.item_list);
-  char* states = workspace + layout.states;
   const int64_t real = p.qo_indptr[p.rows], works = layout.works();
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(int(p.threads))
@@ -202,23 +201,28 @@ void run(const Problem& p, const Operands& o, char* workspace) {
       const int32_t* next = std::upper_bound(p.qo_indptr, p.qo_indptr + p.rows + 1, int32_t(token));
       append<Element>(p, o, next - p.qo_indptr - 1, token);
     }
-    Worker<Format> worker(p, o, workspace + omp_get_thread_num() * layout.scratch);
-    int64_t number = taken++;
+    Worker<Format> worker(p, o, layout, workspace + omp_get_thread_num() * layout.scratch);
+    int64_t held = 0, last = 0;
+    const auto take = [&] {
+      if (held == 0) held = layout.grab, last = taken.fetch_add(layout.grab);
+      return held--, last++;
+    };
+    int64_t number = take();
     if (number < works) worker.begin(layout.work(items, number));
     while (number < works) {
-      const int64_t following = taken++;
+      const int64_t following = take();
       const Work work = layout.work(items, number), next = layout.work(items, std::min(following, works - 1));
+      const Work* ahead = following < works ? &next : nullptr;
       if (layout.fan_out)
-        worker.attend(work, following < works ? &next : nullptr,
-                      State(states + number * State::bytes(p), p.block_vectors()));
+        worker.attend(work, ahead, layout.state_of(number, workspace));
       else
-        worker.attend(work, following < works ? &next : nullptr);
+        worker.attend(work, ahead);
       number = following;
     }
     if (layout.fan_out) {
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < layout.items; i++) worker.merge_splits(items[i], states);
+      for (int64_t i = 0; i < layout.items; i++) worker.merge_splits(items[i], layout, workspace);
     }
   }
 }

@@ -10,10 +10,11 @@
 namespace {
 
 using simd::kLanes;
+using simd::kTileRows;
 
 constexpr int kBlock = 64;         // keys packed at once: they stay in the first-level cache while they are used
-constexpr int kSplit = 1024;       // keys whose partial result another thread may compute
-constexpr int kQueryVectors = 48;  // query tokens x query heads of an item, which share one packing of keys
+constexpr int kSplit = 512;        // keys whose partial result another thread may compute
+constexpr int kQueryVectors = 96;  // query tokens x query heads of an item, which share one packing of keys
 
 // A block of one row's query tokens, for one KV head with all its query heads.
 struct Item {
@@ -48,10 +49,8 @@ struct Problem {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t block_tokens() const { return std::max<int64_t>(1, kQueryVectors / group()); }
-  int64_t block_vectors() const { return block_tokens() * group(); }
   int64_t padded_key() const { return (key_dim + kLanes - 1) / kLanes * kLanes; }
   int64_t padded_value() const { return (value_dim + kLanes - 1) / kLanes * kLanes; }
-  int64_t row_tokens(int64_t r) const { return qo_indptr[r + 1] - qo_indptr[r]; }
   int64_t row_keys(int64_t r) const {
     return int64_t(kv_indptr[r + 1] - kv_indptr[r] - 1) * page_size + kv_last_page_len[r];
   }
@@ -93,40 +92,45 @@ struct State {
     sum = max + aligned(vectors * sizeof(float)) / sizeof(float);
     out = sum + vectors * kLanes;
   }
-  static int64_t bytes(const Problem& p) {
-    const int64_t vectors = p.block_vectors();
-    return aligned(vectors * sizeof(float)) + aligned(vectors * (kLanes + p.padded_value()) * sizeof(float));
+  static int64_t bytes(int64_t vectors, int64_t columns) {
+    return aligned(vectors * sizeof(float)) + aligned(vectors * (kLanes + columns) * sizeof(float));
   }
 };
 
 // Where everything lies in the caller's workspace, and what there is to do.
 struct Layout {
   int64_t items = 0, slots = 0;
+  int64_t vectors = 0;  // of the largest item
   bool fan_out;  // a work is one split, because items are too few or too unlike for the threads
-  int64_t scratch, states, item_list, total;
+  int64_t grab;  // works that a thread takes at once: all heads of a query block, which lie beside each other
+  int64_t state, scratch;  // bytes of one
+  int64_t states, item_list, total;
 
   explicit Layout(const Problem& p) {
     int64_t keys = 0, longest = 0;
     for (int64_t r = 0; r < p.rows; r++)
       p.each_item(r, [&](const Item& item) {
         items++, slots += item.splits(), keys += item.keys - item.first;
+        vectors = std::max<int64_t>(vectors, item.tokens * p.group());
         longest = std::max<int64_t>(longest, item.keys - item.first);
       });
     fan_out = p.threads > 1 && slots > items && longest * p.threads * 4 > keys;
-    const int64_t words = p.block_vectors() * p.padded_key() + kBlock * (p.padded_key() + p.padded_value()) +
-                          int64_t(kBlock) * 8;
-    scratch = aligned(sizeof(uint32_t) * words) + 2 * State::bytes(p);
+    grab = fan_out || items < 8 * p.threads * p.kv_heads ? 1 : p.kv_heads;
+    const int64_t key = p.padded_key(), value = p.padded_value();
+    state = State::bytes(vectors, value);
+    scratch = aligned(sizeof(uint32_t) * (vectors * key + kBlock * (key + value + kTileRows))) + 2 * state;
     states = p.threads * scratch;
-    item_list = states + (fan_out ? slots * State::bytes(p) : 0);
+    item_list = states + (fan_out ? slots * state : 0);
     total = item_list + items * int64_t(sizeof(Item));
   }
 
+  State state_of(int64_t slot, char* workspace) const { return {workspace + states + slot * state, vectors}; }
   int64_t works() const { return fan_out ? slots : items; }
 
   Work work(const Item* list, int64_t number) const {
     if (!fan_out) return {list + number, list[number].first_split(), list[number].splits()};
-    const Item* item = std::upper_bound(list, list + items, number, [](int64_t n, const Item& i) { return n < i.slot; });
-    item--;
+    const auto before = [](int64_t slot, const Item& item) { return slot < item.slot; };
+    const Item* item = std::upper_bound(list, list + items, number, before) - 1;
     return {item, item->first_split() + number - item->slot, 1};
   }
 };

@@ -12,9 +12,6 @@ namespace {
 
 using namespace simd;
 
-constexpr int kTileRows = kLanes == 8 ? 4 : 6;  // a tile's accumulators fit the 16 or 32 registers
-constexpr int kTileColumns = kLanes == 8 ? 2 : 4;
-
 // The right operand [inner, columns] as words that lie in memory; `words(i, j)`: row i, vector j.
 struct Packed {
   const uint32_t* from;

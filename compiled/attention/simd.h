@@ -19,6 +19,10 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Rows and vectors of a product whose sums fit the 16 or 32 registers.
+constexpr int kTileRows = kLanes == 8 ? 4 : 6;
+constexpr int kTileColumns = kLanes == 8 ? 2 : 4;
+
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));

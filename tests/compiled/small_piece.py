@@ -77,10 +77,10 @@ def find(cache: Cache, **changes: object) -> Loaded | None:
 
 
 def main() -> None:
-    """``FOLDER [WORKSHOP]``: what is found in the cache, which is filled first where there is a workshop."""
-    cache = open_cache(Path(sys.argv[1]))
-    for workshop in sys.argv[2:]:
-        fill(cache, generate(Path(workshop)))
+    """``find FOLDER`` or ``fill FOLDER``: what is found in the cache, which is filled before."""
+    cache = open_cache(Path(sys.argv[2]))
+    if sys.argv[1] == "fill":
+        fill(cache, generate(cache.workshop))
     loaded = find(cache)
     assert loaded is not None
     made, view, rows = loaded.pieces[KEY](arguments())

@@ -12,7 +12,7 @@ from streamengine.errors import EngineFailure
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.server.metrics import Metrics
 from streamengine.server.service import Service
-from tests.fakes import fake_model
+from tests.fakes import FakeRunner, fake_model
 from tests.serving import engine_over, eventually, roomy_runner, serving
 
 
@@ -85,6 +85,14 @@ def test_statistics_include_the_memory_ledger(served):
     status, _, values = served.get("/v1/stats")
     assert status == 200
     assert values["ledger"]["kv_bytes"] > 0
+
+
+def test_a_compile_while_serving_is_in_metrics_and_statistics(served, monkeypatch):
+    assert scrape(served)["streamengine_compilations_after_ready_total"] == 0
+    monkeypatch.setattr(FakeRunner, "statistics", lambda runner: {"compilations_after_ready": 2.0})
+    assert scrape(served)["streamengine_compilations_after_ready_total"] == 2
+    _, _, values = served.get("/v1/stats")
+    assert values["runner_compilations_after_ready"] == 2
 
 
 class Restarted:
