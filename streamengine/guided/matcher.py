@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, ve
 """Wider than the engine's own: 400 optional properties are 400 ways on at once."""
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r'"([^"]+)"')
 
 Bitmask = NDArray[np.int32]
@@ -31,15 +33,17 @@ Place = tuple["Matcher", int, tuple[int, ...]]
 class Vocabulary:
     """The tokens that grammars are compiled against. Masks are made by ``threads`` at once."""
 
-    def __init__(self, tokenizer: LLTokenizer, *, threads: int = 1) -> None:
+    def __init__(self, tokenizer: LLTokenizer, added: Sequence[str] = (), *, threads: int = 1) -> None:
         self.tokenizer = tokenizer
+        self._added = tuple(added)
         self.words = -(-tokenizer.vocab_size // 32)
         self._executor = LLExecutor(num_threads=threads)
 
     @classmethod
     def of_model(cls, tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
         """A model's, ``size`` logits wide. Its ends are the ids that end an answer which may end."""
-        return cls(LLTokenizer(tokenizer_json, n_vocab=size, eos_token=list(eos_token_ids) or None))
+        added = [token["content"] for token in msgspec.json.decode(tokenizer_json).get("added_tokens") or ()]
+        return cls(LLTokenizer(tokenizer_json, n_vocab=size, eos_token=list(eos_token_ids) or None), added)
 
     @classmethod
     def of_bytes(cls) -> "Vocabulary":
@@ -52,6 +56,7 @@ class Vocabulary:
         Raises:
             GrammarError: it is broken, too large, or asks for what cannot be enforced; with the engine's reason.
         """
+        self._check_added(grammar)
         matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # An endless chain of references shows only now.
@@ -61,6 +66,19 @@ class Vocabulary:
         if grammar.kind == "tools":
             self._blame(grammar)
         raise GrammarError(_reason(matcher, grammar))
+
+    def _check_added(self, grammar: Grammar) -> None:
+        """Where text that must come spells an added token, the engine offers that token and then refuses it."""
+        match grammar.kind:
+            case "tools":
+                texts = [text for _, text in tools.schemas_of(grammar)]
+            case "lark":
+                texts = _LITERAL.findall(grammar.text)
+            case _:
+                texts = [grammar.text]
+        for token in self._added:
+            if any(token in text for text in texts):
+                raise GrammarError(f"the grammar spells {token!r}, a token of the model's that is not text")
 
     def _blame(self, grammar: Grammar) -> None:
         """The first tool whose schema is refused by itself."""

@@ -87,6 +87,8 @@ async def test_a_text_format_is_no_grammar(tmp_path: Path) -> None:
         ({"type": "regex", "regex": "[z-a]"}, GrammarError, "invalid character class range"),
         ({"type": "grammar", "grammar": "start: other"}, GrammarError, "unknown name"),
         (of_schema({"type": "objekt"}), GrammarError, "$.type"),
+        (of_schema({"const": "the <eos> token"}), GrammarError, "spells '<eos>'"),
+        ({"type": "choice", "choice": ["a", "<bos>"]}, GrammarError, "spells '<bos>'"),
         (of_schema({"not": {"type": "string"}}), GrammarError, "not"),
         (of_schema({"$ref": "#"}), GrammarError, "nothing satisfies it"),
         (of_schema({}, strcit=True), InvalidRequest, "strcit"),
