@@ -78,7 +78,8 @@ class Vocabulary:
                 texts = [grammar.text]
         for token in self._added:
             if any(token in text for text in texts):
-                raise GrammarError(f"the grammar spells {token!r}, a token of the model's that is not text")
+                what = "tools" if grammar.kind == "tools" else "response_format"
+                raise GrammarError(f"it spells {token!r}, a token of the model's that is not text", param=what)
 
     def _blame(self, grammar: Grammar) -> None:
         """The first tool whose schema is refused by itself."""

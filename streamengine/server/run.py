@@ -73,9 +73,14 @@ def serve(
 
     configure_logging(server)
     keys = Keys(server, os.environ.get(ENVIRONMENT, ""))
-    if not (keys.needed or is_loopback(server.host)):
-        logger.warning("anybody who reaches %s may use this server: there are no API keys", server.host)
-    running = Server(server, open_engine, keys=keys, ready=ready)
+
+    def told_ready(url: str) -> None:
+        if not (keys.needed or is_loopback(server.host)):
+            logger.warning("anybody who reaches %s may use this server: there are no API keys", server.host)
+        if ready is not None:
+            ready(url)
+
+    running = Server(server, open_engine, keys=keys, ready=told_ready)
     anyio.run(partial(running.run, signals=True), backend="asyncio", backend_options={"use_uvloop": True})
 
 
