@@ -28,7 +28,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "__init__": {"compose"},
         "__main__": {"cli"},
         "cli": {"server", "bench", "chat", "doctor", "options", "replay", "terminal"},
-        "bench": {"compose"},
+        "bench": {"child", "server"},
         "chat": {"terminal"},
         "doctor": {"compose"},
         "options": {"sampling"},
