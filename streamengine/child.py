@@ -12,11 +12,11 @@ import sys
 import threading
 
 from streamengine.compose import build_runner
-from streamengine.core import run_core
+from streamengine.core import BuildRunner, run_core
 from streamengine.link import CoreLink
 
 
-def main() -> None:
+def main(build: BuildRunner = build_runner) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars would mix with ours; progress goes over the link
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a checkpoint is said in one line
     logging.basicConfig(level=logging.INFO, format="core: %(message)s", stream=sys.stderr)
@@ -25,7 +25,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_the_front, args=(sock.fileno(),), daemon=True).start()
     link = CoreLink(sock)
     try:
-        run_core(link, build_runner)
+        run_core(link, build)
     finally:
         link.close()
 

@@ -142,12 +142,12 @@ def usable_cores() -> int:
 
 
 @asynccontextmanager
-async def core_process() -> AsyncIterator[FrontLink]:
-    """A core in a fresh interpreter that inherits one socket and nothing else."""
+async def core_process(entry: str = "streamengine.child") -> AsyncIterator[FrontLink]:
+    """A core in a fresh interpreter that inherits one socket and nothing else; ``entry`` is its main module."""
     front, core = link_pair()
     with core:
         process = await anyio.open_process(
-            [sys.executable, "-m", "streamengine.child", str(core.fileno())],
+            [sys.executable, "-m", entry, str(core.fileno())],
             pass_fds=(core.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output belongs to the front's answers

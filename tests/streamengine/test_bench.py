@@ -7,7 +7,7 @@ import pytest
 
 from compiled.step import Runner, StepResult
 from streamengine import bench, cli, compose
-from streamengine.bench import reuse, scheduling, steps
+from streamengine.bench import reuse, scheduling, serving, steps
 from streamengine.config import EngineConfig
 from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
 
@@ -80,6 +80,19 @@ def test_steps_are_held_against_the_ceilings(monkeypatch):
     assert len(lines) == 7
 
 
+def test_serve_counts_every_token_through_a_server_a_core_and_a_client_of_their_own(monkeypatch):
+    monkeypatch.setattr(serving, "CASES", ((1, 0), (4, 100)))
+    monkeypatch.setattr(serving, "TOKENS", 60)
+    lines, result = measured("serve")
+    assert [(row["streams"], row["coalesce_ms"]) for row in result["rows"]] == [(1, 0), (4, 100)]
+    assert len(lines) == 2
+    for row in result["rows"]:
+        assert 0 < row["tokens_per_s"] <= row["asked_per_s"] * 1.1
+        assert 1 <= row["tokens_per_frame"] <= 60
+        assert 0 < row["cpu_us_per_token"] <= row["cpu_us_per_frame"]
+    assert result["rows"][1]["tokens_per_frame"] > 2
+
+
 def test_the_command_line_names_the_scenarios(engines, capsys):
     assert cli.run(["bench", "everything"]) == 2
-    assert "'steps', 'scheduler', 'prefix', 'speculation'" in capsys.readouterr().err
+    assert "'steps', 'scheduler', 'prefix', 'speculation', 'serve'" in capsys.readouterr().err
