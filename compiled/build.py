@@ -209,7 +209,7 @@ def _compile(
     report("trace", 0, 0)
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
         kernel = reader.submit(_load_kernel)
-        with timed("import"):
+        with timed("compiler"):
             # transformers and torch's compiler are slow to import, and what was saved does without them.
             from compiled import cold
         with timed("describe"):

@@ -110,7 +110,7 @@ def _working_in(folder: Path) -> Iterator[None]:
     """Inductor's files, which would lie in a folder under /tmp that is its user's by name only. Its own C++ compiler
     does not run: kernels are only noted, and vector extensions not tried."""
     from torch._inductor.async_compile import AsyncCompile  # as above
-    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.cpu_vec_isa import VecISA  # as above
 
     variable, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     own = AsyncCompile.cpp_pybinding, VecISA.check_build
