@@ -10,10 +10,8 @@ What was saved needs neither transformers nor torch's compiler, and does not imp
 """
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +30,7 @@ from compiled.program import LayerAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
 from compiled.step import LoadError, ModelSpec
+from compiled.stopwatch import Stopwatch
 from compiled.weights import Report, cache_folder, read_json
 
 if TYPE_CHECKING:
@@ -93,15 +92,15 @@ def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int 
     from compiled.model import forward, load  # transformers is slow to import, and compiled models do without
 
     report("load", 0, 0)
-    seconds: dict[str, float] = {}
-    with _timed(seconds, "load"):
+    timed = Stopwatch()
+    with timed("load"):
         model = load(folder, dtype, max_model_len)
     spec = _spec(model.facts, folder, name, dtype, max_model_len)
 
     def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
         return forward(model.module, ids_T, positions_T, rows_R, attention)
 
-    return Built(spec, model.facts.layers, run, model.facts.work, seconds)
+    return Built(spec, model.facts.layers, run, model.facts.work, timed.seconds)
 
 
 def build_compiled(
@@ -118,28 +117,28 @@ def build_compiled(
     Raises:
         LoadError: why this model cannot be served here.
     """
-    seconds: dict[str, float] = {}
+    timed = Stopwatch()
     factors = factors_of(folder, dtype, max_model_len, cache, options)
-    with _timed(seconds, "look"):
+    with timed("look"):
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
     if found is not None:
         _load_kernel()
         recipe, functions, module = found.recipe, found.pieces, None
-        weights = _load(folder, dtype, recipe, report, seconds)
+        weights = _load(folder, dtype, recipe, report, timed)
     else:
-        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, seconds)
+        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed)
         functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
     spec = _spec(recipe.model, folder, name, dtype, max_model_len)
     fresh = None
     if found is None or found.notes.get("check") is None:
-        with _timed(seconds, "expect"):
+        with timed("expect"):
             expected = _expect(module, folder, dtype, max_model_len, weights, spec)
         fresh = Fresh(factors, recipe, generated, expected)
-    with _timed(seconds, "bind"):
+    with timed("bind"):
         program = bind(recipe, functions, weights)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
-    return Built(spec, recipe.model.layers, program, recipe.model.work, seconds, runs, len(functions), fresh)
+    return Built(spec, recipe.model.layers, program, recipe.model.work, timed.seconds, runs, len(functions), fresh)
 
 
 def factors_of(
@@ -166,7 +165,7 @@ def compile_only(
 
     _load_kernel()
     described = cold.describe(folder, dtype, max_model_len)
-    recipe, compiled = cold.compile_model(described, cache, report, {}, fused=FAST.fuse)
+    recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse)
     keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
     return True
 
@@ -204,20 +203,20 @@ def _compile(
     options: BuildOptions,
     cache: Cache,
     report: Report,
-    seconds: dict[str, float],
+    timed: Stopwatch,
 ) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
-    # transformers and torch's compiler are slow to import, and what was saved does without them.
-    from compiled import cold
-
     report("trace", 0, 0)
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
         kernel = reader.submit(_load_kernel)
-        with _timed(seconds, "describe"):
+        with timed("compiler"):
+            # transformers and torch's compiler are slow to import, and what was saved does without them.
+            from compiled import cold
+        with timed("describe"):
             described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
         reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None
-        recipe, compiled = cold.compile_model(described, cache, report, seconds, fused=options.fuse)
-        with _timed(seconds, "load"):
+        recipe, compiled = cold.compile_model(described, cache, report, timed, fused=options.fuse)
+        with timed("load"):
             kernel.result()
             weights = None if reading is None else reading.result()
             # Not beside the compiler: transformers changes torch's default type for a while.
@@ -226,10 +225,10 @@ def _compile(
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, recipe: Recipe, report: Report, seconds: dict[str, float]
+    folder: Path, dtype: torch.dtype, recipe: Recipe, report: Report, timed: Stopwatch
 ) -> MutableMapping[str, Tensor]:
     report("load", 0, 0)
-    with _timed(seconds, "load"):
+    with timed("load"):
         weights = read_directly(folder, recipe.held) if recipe.model.verbatim else None
         if weights is None:
             from compiled import cold  # as above
@@ -247,10 +246,3 @@ def _load_kernel() -> None:
 
 def _spec(facts: ModelFacts, folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> ModelSpec:
     return spec_of(facts, folder, name, str(dtype).removeprefix("torch."), max_model_len)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[stage] = time.perf_counter() - started

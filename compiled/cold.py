@@ -4,7 +4,6 @@ Everything here needs transformers and torch's compiler, which take seconds to i
 only when there is nothing to load.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from compiled.rope import settle_rope
 from compiled.skeleton import build_skeleton, compute_buffers, held_tensors
 from compiled.split import Piece, Split
 from compiled.step import LoadError
+from compiled.stopwatch import Stopwatch
 from compiled.unroll import Choice, choose, split_model
 
 
@@ -69,19 +69,17 @@ def compile_model(
     described: Description,
     cache: Cache,
     report: Callable[[str, float, float], None],
-    seconds: dict[str, float],
+    timed: Stopwatch,
     *,
     fused: bool,
 ) -> tuple[Recipe, Compiled]:
-    """Trace, split, fuse and compile, whatever the depth, one layer of each kind. ``seconds`` gets the time of each."""
+    """Trace, split, fuse and compile, whatever the depth, one layer of each kind."""
     report("trace", 0, 0)
-    started = time.perf_counter()
-    parts = split_model(described.module, described.choice, described.buffers)
-    parts = fuse(parts) if fused else parts
-    seconds["trace"] = time.perf_counter() - started
-    started = time.perf_counter()
-    compiled = compile_pieces(parts, cache, report)
-    seconds["compile"] = time.perf_counter() - started
+    parts = split_model(described.module, described.choice, described.buffers, timed)
+    with timed("split"):
+        parts = fuse(parts) if fused else parts
+    with timed("compile"):
+        compiled = compile_pieces(parts, cache, report)
     return _recipe(parts, described), compiled
 
 

@@ -7,6 +7,7 @@ warm-up. All calls must come from one thread, because torch's inference state be
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -164,6 +165,7 @@ class CpuRunner:
                 for i, (length, sampling) in enumerate(zip(lengths, (cut, whole, greedy), strict=False))
             )
             self.submit(Step(0, tuple(rows)))
+        self.note(warmup_seconds=self._seconds)
         self._steps = self._tokens = self._broken_rows = 0
         self._seconds = 0.0
         self._watch, self._compilations = Watch(), 0
@@ -218,12 +220,15 @@ def build_runner(
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
     cache = open_cache(options)
-    built = _build(folder, options, report, cache, build)
+    with ThreadPoolExecutor(1, "streamengine-kernel") as beside:
+        backend = beside.submit(_backend, options)
+        built = _build(folder, options, report, cache, build)
+        attention = _attention(built.layers, options, *backend.result())
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
     )  # fmt: skip
-    runner = CpuRunner(built.spec, built.run, _attention(built.layers, options))
+    runner = CpuRunner(built.spec, built.run, attention)
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
     _allocate(runner, built, options)
     if built.fresh is not None:
@@ -289,10 +294,14 @@ def pick_attention(asked: str, kernels: Path) -> tuple[str, str]:
     return "cpu", ""
 
 
-def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Callable[[KVStore], ModelAttention]:
+def _backend(options: RunnerOptions) -> tuple[str, str]:
     asked = "reference" if options.eager and options.attention == "auto" else options.attention
-    kernels = cache_folder() / "kernels"
-    backend, reason = pick_attention(asked, kernels)
+    return pick_attention(asked, cache_folder() / "kernels")
+
+
+def _attention(
+    layers: Sequence[AttentionSpec], options: RunnerOptions, backend: str, reason: str
+) -> Callable[[KVStore], ModelAttention]:
     missing = {spec: CpuAttention.lacks(spec) for spec in layers} if backend == "cpu" else {}
     if reason := reason or next(filter(None, missing.values()), ""):
         log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
@@ -300,7 +309,7 @@ def _attention(layers: Sequence[AttentionSpec], options: RunnerOptions) -> Calla
     def make(spec: AttentionSpec, views: Views) -> Attention:
         if backend == "reference" or missing[spec]:
             return ReferenceAttention(spec, views)
-        return CpuAttention(spec, views, load_kernel(kernels), threads=options.threads)
+        return CpuAttention(spec, views, load_kernel(cache_folder() / "kernels"), threads=options.threads)
 
     return lambda store: ModelAttention(layers, store.layers, make)
 

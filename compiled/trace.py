@@ -3,7 +3,8 @@
 The module's parameters may be uninitialised memory: nothing looks at their numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,23 @@ from torch import Tensor, fx, nn
 from compiled.model import forward
 from compiled.recipe import Fed, Parameter, Source
 from compiled.skeleton import named_tensors
-from compiled.split import Split, split
 from compiled.step import LoadError
 
 _TRACED_TOKENS = 16
 _TRACED_ROWS = 4
 
 
-def trace(module: nn.Module) -> Split:
-    """The forward pass of ``module`` in pieces; its parameters and buffers are `Parameter` sources, called by their
-    own names.
+@dataclass(frozen=True)
+class Traced:
+    """``given`` says for each placeholder of ``graph`` how its value is called and where it comes from: parameters
+    and buffers are `Parameter` sources, called by their own names."""
+
+    graph: fx.GraphModule
+    given: Mapping[str, tuple[str, Source]]
+
+
+def trace(module: nn.Module) -> Traced:
+    """The forward pass of ``module``.
 
     Raises:
         LoadError: the model's code cannot be traced as one graph.
@@ -64,7 +72,7 @@ def trace(module: nn.Module) -> Split:
     (graph,) = graphs
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, arguments, strict=True))
-    return split(graph, _held(module, values) | _fed(values, inputs))
+    return Traced(graph, _held(module, values) | _fed(values, inputs))
 
 
 def _held(module: nn.Module, values: dict[fx.Node, Any]) -> dict[str, tuple[str, Source]]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from compiled.outline import Stretch, outline
 from compiled.recipe import Attention, Constant, Parameter, Source
 from compiled.skeleton import give_memory
-from compiled.split import Piece, Split
+from compiled.split import Piece, Split, split
+from compiled.stopwatch import Stopwatch
 from compiled.trace import trace
 
 
@@ -55,19 +56,23 @@ def choose(module: nn.Module) -> Choice | None:
     return None
 
 
-def split_model(module: nn.Module, choice: Choice | None, buffers: Mapping[str, Tensor]) -> Split:
+def split_model(module: nn.Module, choice: Choice | None, buffers: Mapping[str, Tensor], timed: Stopwatch) -> Split:
     """The forward pass of ``module`` in pieces. Its parameters are given (untouched) memory as far as they are traced;
     ``buffers`` are those that no checkpoint holds, by name."""
     if choice is not None:
-        with _only(module, choice.layers):
+        with timed("trace"), _only(module, choice.layers):
             give_memory(module)
             short = trace(module)
         try:
-            return _with_constants(_unroll(short, choice), buffers)
+            with timed("split"):
+                return _with_constants(_unroll(split(short.graph, short.given), choice), buffers)
         except _Unlike:
             pass
-    give_memory(module)
-    return _with_constants(trace(module), buffers)
+    with timed("trace"):
+        give_memory(module)
+        whole = trace(module)
+    with timed("split"):
+        return _with_constants(split(whole.graph, whole.given), buffers)
 
 
 def _states(stretches: Sequence[Stretch]) -> list[Any]:

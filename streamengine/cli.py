@@ -137,7 +137,7 @@ def bench(
         benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
     ] = "steps",
 ) -> None:
-    """Time steps, the scheduler, cached prefixes, guessed tokens or the server; the last line is JSON."""
+    """Time steps, a start, the scheduler, cached prefixes, guessed tokens or the server; the last line is JSON."""
     with StartupProgress() as progress:
         benchmark.run(scenario, config, progress, typer.echo)
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
@@ -63,10 +64,22 @@ def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Ru
     Raises:
         LoadError, StartupError: why the model cannot be served, in one line.
     """
+    began = time.perf_counter()
     from compiled.runner import build_runner as build
 
+    imported = time.perf_counter() - began
     # Read here once, though only the front uses it: a broken one is to be known before anything is compiled.
-    return build(_runner_options(config), _report(report), check=load_tokenizer)
+    runner = build(_runner_options(config), _report(report), check=load_tokenizer)
+    runner.note(import_seconds=imported)
+    return runner
+
+
+def model_folder(config: EngineConfig, report: Callable[[Progress], None]) -> str:
+    """The folder of the model that ``config`` names, converted or downloaded if need be. Raises StartupError."""
+    from compiled.weights import resolve
+
+    with _startup_errors():
+        return str(resolve(config.model, offline=config.offline, report=_report(report)))
 
 
 def _runner_options(config: EngineConfig) -> Any:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from streamengine.bench import reuse, scheduling, serving, steps
+from streamengine.bench import reuse, scheduling, serving, startup, steps
 from streamengine.config import EngineConfig
 from streamengine.link import Progress
 
-Scenario = Literal["steps", "scheduler", "prefix", "speculation", "serve"]
+Scenario = Literal["steps", "startup", "scheduler", "prefix", "speculation", "serve"]
 Measure = Callable[[EngineConfig, Callable[[Progress], None], Callable[[str], None]], Mapping[str, Any]]
 
 _MEASURES: dict[Scenario, Measure] = {
@@ -17,6 +17,7 @@ _MEASURES: dict[Scenario, Measure] = {
     "prefix": reuse.measure_prefix,
     "speculation": reuse.measure_speculation,
     "serve": serving.measure,
+    "startup": startup.measure,
 }
 
 

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from compiled.outline import outline
 from compiled.recipe import Constant
 from compiled.skeleton import build_skeleton, compute_buffers
 from compiled.split import Piece, Split
+from compiled.stopwatch import Stopwatch
 from compiled.unroll import choose, split_model
 from tests.compiled import tiny
 
@@ -45,7 +48,11 @@ def splits(module: Any) -> tuple[Split, Split, tuple[int, ...] | None]:
     """By kinds, whole, and the layers that were traced for the former."""
     choice = choose(module)
     buffers = compute_buffers(module)
-    return split_model(module, choice, buffers), split_model(module, None, buffers), choice.layers if choice else None
+    return (
+        split_model(module, choice, buffers, Stopwatch()),
+        split_model(module, None, buffers, Stopwatch()),
+        choice.layers if choice else None,
+    )
 
 
 def wiring(parts: Split) -> list[Any]:
@@ -78,7 +85,9 @@ def test_a_model_is_cut_into_the_same_pieces_after_any_number_of_others() -> Non
     keys = []
     for epsilon in (1e-5, 1e-6, 1e-5, *(n / 10 for n in range(8)), 1e-5):
         module = skeleton("llama", rms_norm_eps=epsilon, num_hidden_layers=1)
-        keys.append([piece.key for piece in split_model(module, choose(module), compute_buffers(module)).unique])
+        keys.append(
+            [piece.key for piece in split_model(module, choose(module), compute_buffers(module), Stopwatch()).unique]
+        )
     assert keys[0] == keys[2] == keys[-1] != keys[1]
 
 
@@ -87,7 +96,7 @@ def test_what_is_traced_and_compiled_does_not_grow_with_the_depth(depth: int) ->
     module = skeleton("llama", num_hidden_layers=depth)
     choice = choose(module)
     assert choice is not None and len(choice.layers) == 3
-    parts = split_model(module, choice, compute_buffers(module))
+    parts = split_model(module, choice, compute_buffers(module), Stopwatch())
     assert (len(parts.pieces), len(parts.unique)) == (depth + 1, 3)
     last = depth - 1
     assert [piece.name for piece in (parts.pieces[0], parts.pieces[2], parts.pieces[-1])] == [
@@ -95,3 +104,75 @@ def test_what_is_traced_and_compiled_does_not_grow_with_the_depth(depth: int) ->
         "layers.1: o_proj+post_attention_layernorm+mlp | layers.2: input_layernorm+q_proj+k_proj+v_proj",
         f"layers.{last}: o_proj+post_attention_layernorm+mlp | norm+lm_head",
     ]
+
+
+class Scaled(nn.Module):
+    """A layer's part that computes with a number of its own."""
+
+    def __init__(self, inner: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor
+
+
+class Noted(nn.Module):
+    """Hands its result to a later layer, or takes one."""
+
+    def __init__(self, inner: nn.Module, note: list[Tensor], takes: bool) -> None:
+        super().__init__()
+        self.inner, self.note, self.takes = inner, note, takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        if self.takes:
+            return made + self.note.pop()
+        self.note.append(made)
+        return made
+
+
+def test_a_layer_that_computes_with_another_number_is_traced_itself() -> None:
+    module = skeleton("llama", num_hidden_layers=9)
+    for number, layer in enumerate(module.model.layers):
+        layer.mlp = Scaled(layer.mlp, 3.0 if number == 4 else 2.0)
+    unrolled, whole, layers = splits(module)
+    assert layers is not None
+    assert {0, 4} < set(layers) < set(range(9))
+    assert wiring(unrolled) == wiring(whole)
+
+
+def test_a_model_whose_layers_all_compute_with_their_own_index_is_traced_whole() -> None:
+    module = skeleton("llama", num_hidden_layers=5)
+    for number, layer in enumerate(module.model.layers):
+        layer.mlp = Scaled(layer.mlp, 1 / (number + 1))
+    unrolled, whole, layers = splits(module)
+    assert layers is None
+    assert wiring(unrolled) == wiring(whole)
+
+
+def test_a_layer_that_takes_what_a_far_one_made_is_not_replaced_by_others() -> None:
+    module = skeleton("llama", num_hidden_layers=8)
+    note: list[Tensor] = []
+    for number in (1, 5):
+        layer = module.model.layers[number]
+        layer.mlp = Noted(layer.mlp, note, takes=number == 5)
+    unrolled, whole, layers = splits(module)
+    assert layers is None
+    assert wiring(unrolled) == wiring(whole)
+
+
+def test_an_outline_tells_from_where_a_layer_takes_its_rotary_positions() -> None:
+    stretches = outline(skeleton("gemma3_text"))
+    kinds = [stretch.origins for stretch in stretches[2:-1]]
+    assert {number + 2 for number, origins in enumerate(kinds) if origins != kinds[0]} == {5, 11}
+    assert len({stretch.key for stretch in stretches[1:-1]}) == 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_buffers_that_no_checkpoint_holds_are_those_of_a_loaded_model(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **(tiny.BASE | MODELS[kind]))
+    loaded = AutoModelForCausalLM.from_config(config)
+    buffers = compute_buffers(skeleton(kind))
+    assert buffers.keys() == {name for name, _ in loaded.named_non_persistent_buffers()}
+    assert all(torch.equal(buffer, loaded.get_buffer(name)) for name, buffer in buffers.items())

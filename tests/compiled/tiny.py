@@ -34,9 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make(folder: Path, kind: str, **changes: Any) -> Path:
     """Write a checkpoint of ``kind`` with random weights into ``folder``."""
-    fields = {key: value for key, value in (BASE | KINDS[kind] | changes).items() if value is not None}
+    fields = {key: value for key, value in (BASE | KINDS.get(kind, {}) | changes).items() if value is not None}
     config = AutoConfig.for_model(kind, **fields)
-    for key, value in (KINDS[kind] | changes).items():
+    for key, value in (KINDS.get(kind, {}) | changes).items():
         if value is None and hasattr(config, key):
             setattr(config, key, None)
     torch.manual_seed(0)

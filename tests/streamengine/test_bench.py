@@ -7,7 +7,7 @@ import pytest
 
 from compiled.step import Runner, StepResult
 from streamengine import bench, cli, compose
-from streamengine.bench import reuse, scheduling, serving, steps
+from streamengine.bench import reuse, scheduling, serving, startup, steps
 from streamengine.config import EngineConfig
 from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
 
@@ -95,4 +95,22 @@ def test_serve_counts_every_token_through_a_server_a_core_and_a_client_of_their_
 
 def test_the_command_line_names_the_scenarios(engines, capsys):
     assert cli.run(["bench", "everything"]) == 2
-    assert "'steps', 'scheduler', 'prefix', 'speculation', 'serve'" in capsys.readouterr().err
+    assert "'steps', 'startup', 'scheduler', 'prefix', 'speculation', 'serve'" in capsys.readouterr().err
+
+
+def test_startup_compares_cold_and_warm_starts_of_every_depth(monkeypatch):
+    started: list[tuple[str, str]] = []
+
+    def start(config: EngineConfig, cache: str) -> dict[str, float]:
+        started.append((config.model, cache))
+        warm = started.count(started[-1]) == 2
+        return {"first_token": 1.0} | ({} if warm else dict.fromkeys(("trace", "split", "compile"), 2.0))
+
+    monkeypatch.setattr(startup, "_start", start)
+    monkeypatch.setattr(startup, "model_folder", lambda config, report: "there")
+    _, result = measured("startup")
+    assert len(set(started)) == 5
+    assert len(started) == 10
+    assert result["named"]["cold"]["compile"] == 2.0
+    assert "compile" not in result["depths"]["32"]["warm"]
+    assert result["ratio_32_to_8"] == 1.0
