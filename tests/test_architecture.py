@@ -28,7 +28,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "__init__": {"compose"},
         "__main__": {"cli"},
         "cli": {"server", "guided", "bench", "chat", "doctor", "options", "precompile", "replay", "terminal"},
-        "bench": {"compose"},
+        "bench": {"child", "server"},
         "chat": {"terminal"},
         "doctor": {"compose"},
         "precompile": {"options", "terminal"},

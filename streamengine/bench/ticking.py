@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled.step import Handle, KVSpec, ModelSpec, Step, StepResult
+from streamengine.calls.format import IN_WORDS, CallFormat
 from streamengine.config import EngineConfig
 from streamengine.link import Progress
 
@@ -55,14 +56,18 @@ class Words:
 
     encode_part = encode
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, *, special: bool = False) -> str:
         return b"".join(WORDS[id] for id in ids).decode()
 
     def token_bytes(self, token: int) -> bytes:
         return WORDS[token]
 
-    def chat(self, messages: Any) -> list[int]:
+    def chat(self, messages: Any, tools: Any = ()) -> list[int]:
         return [0] * len(messages)
+
+    @property
+    def calls(self) -> CallFormat:
+        return IN_WORDS
 
 
 def build(config: EngineConfig, report: Callable[[Progress], None]) -> Ticking:
