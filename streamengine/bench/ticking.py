@@ -65,7 +65,6 @@ class Words:
     def chat(self, messages: Any, tools: Any = ()) -> list[int]:
         return [0] * len(messages)
 
-    @property
     def calls(self) -> CallFormat:
         return IN_WORDS
 
