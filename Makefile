@@ -4,6 +4,7 @@ PYTHON = python3
 HOST = 127.0.0.1
 PORT = 8000
 MODEL = smollm2-135m
+SECONDS = 300
 
 VENV = .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -13,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model serve test test-slow check format clean
+.PHONY: help install dev model serve test test-slow soak check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -22,6 +23,7 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make clean      remove .venv and every cache in this folder"
@@ -57,6 +59,9 @@ test: $(VENV)/.dev $(VENV)/.model
 
 test-slow: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m slow
+
+soak: $(VENV)/.dev
+	$(RUN) profiles.soak --seconds $(SECONDS)
 
 check: $(VENV)/.dev
 	$(RUN) ruff check .
