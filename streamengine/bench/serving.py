@@ -137,7 +137,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         "serve  {streams:>3} streams, coalesced {coalesce_ms:>2} ms: {tokens_per_s:6.0f} of {asked_per_s:5.0f} "
         "tokens/s, {verdict}; {frames_per_s:6.0f} frames/s of {tokens_per_frame:5.2f} tokens; "
-        "loop {cpu_us_per_frame:6.1f} µs a frame ({kernel_us_per_frame:.1f} in the kernel), "
-        "{cpu_us_per_token:5.1f} a token; of a core: loop {loop_percent:3.0f} % "
-        "(waited {loop_waited_percent:.0f} %), core {core_percent:.0f} %, client {client_percent:.0f} %"
+        "loop {cpu_us_per_frame:6.1f} µs a frame ({kernel_us_per_frame:.1f} in the kernel), {cpu_us_per_token:5.1f} "
+        "a token; of a core: loop {loop_percent:3.0f} % (waiting for one {loop_waited_percent:.0f} %), "
+        "core {core_percent:.0f} %, client {client_percent:.0f} %"
     ).format(**row, verdict="keeps up" if row["keeps_up"] else "falls behind")

@@ -17,6 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
+from websockets.protocol import State
 
 BUFFER_BYTES = 16 * 1024
 """Unsent bytes, in the kernel and in the loop each, above which a socket is not writable."""
@@ -126,6 +127,8 @@ class StreamProtocol(WebSocketsSansIOProtocol):
 
     def shutdown(self) -> None:
         if self.close_timer is None:
+            if self.handshake_complete and self.conn.state is not State.OPEN:
+                self.close_sent = True  # by the parser, which uvicorn does not know: a second close would raise
             super().shutdown()
 
     @property
