@@ -31,7 +31,7 @@ from tests.fakes import ByteTokenizer
 
 GROWTH_BYTES = 24 * 1024 * 1024
 """What the server's resident memory may grow by after the warm-up: the allocator's fragments, not streams."""
-SETTLE_S = 30.0
+SETTLE_S = 40.0
 
 
 class Logged(logging.Handler):
@@ -55,7 +55,7 @@ async def soak(seconds: float, seed: int) -> list[str]:
     def open_engine(tell: Callable[[Progress], None]) -> Engine:
         return Engine(settings, core, lambda folder: ByteTokenizer(), progress=tell)
 
-    config = ServerConfig(port=0, linger_s=10, retain_s=5, drain_s=1, ack_stall_s=2)
+    config = ServerConfig(port=0, linger_s=10, retain_s=15, drain_s=1, ack_stall_s=2)
     server = Server(config, open_engine, ready=lambda url: ready.set())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run)
