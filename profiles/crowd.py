@@ -14,10 +14,13 @@ from typing import Any
 import anyio
 from anyio.abc import ByteStream, SocketAttribute
 
-from streamengine_sdk import AsyncClient, Backoff, EngineError, TransportClosed, events
+from streamengine_sdk import AsyncClient, Backoff, EngineError, Timeouts, TransportClosed, events
 from streamengine_sdk.transport import Endpoint, WebSocketTransport
 from tests.fakes import oracle
 
+ARRIVAL_S = 5.0
+PATIENCE = Timeouts(connect=30)
+"""A machine with two cores is slow to accept two hundred."""
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER by which closing a socket resets it."""
 BROKEN = (
@@ -51,7 +54,7 @@ class Crowd:
         for visit in itertools.count():
             chance = random.Random(f"{self.seed} {number} {visit}")
             try:
-                await anyio.sleep(chance.random() * 0.5)
+                await anyio.sleep(chance.random() * (0.2 if visit else ARRIVAL_S))
                 with anyio.fail_after(60):
                     await role(self, chance)
             except (EngineError, OSError, TransportClosed, TimeoutError, AssertionError, *GONE) as error:
@@ -130,7 +133,9 @@ async def dial(url: str) -> ByteStream:
 
 
 async def reset(stream: ByteStream) -> None:
-    stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    sock = stream.extra(SocketAttribute.raw_socket)
+    if sock.fileno() >= 0:  # the server may have been first
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     await anyio.aclose_forcefully(stream)
 
 
@@ -140,7 +145,7 @@ def prompt_of(chance: random.Random) -> str:
 
 async def behaved(crowd: Crowd, chance: random.Random) -> None:
     """Reads whole answers, which must be right."""
-    async with AsyncClient(crowd.url) as client:
+    async with AsyncClient(crowd.url, timeouts=PATIENCE) as client:
         await _read_right(crowd, client, chance)
 
 
@@ -157,7 +162,7 @@ async def reconnecting(crowd: Crowd, chance: random.Random) -> None:
             await made[-1].reset()
 
     backoff = Backoff(first=0.01, longest=0.1)
-    async with AsyncClient(crowd.url, transport=transport, reconnect=backoff) as client:
+    async with AsyncClient(crowd.url, timeouts=PATIENCE, transport=transport, reconnect=backoff) as client:
         await _read_right(crowd, client, chance, cut)
     crowd.attached += len(made) - 1
 
@@ -184,7 +189,10 @@ async def _read_right(
 
 
 async def aborting(crowd: Crowd, chance: random.Random) -> None:
-    async with AsyncClient(crowd.url) as client, client.stream(prompt_of(chance), max_tokens=100) as stream:
+    async with (
+        AsyncClient(crowd.url, timeouts=PATIENCE) as client,
+        client.stream(prompt_of(chance), max_tokens=100) as stream,
+    ):
         left = chance.randint(0, 40)
         async for _ in stream:
             left -= 1

@@ -1,35 +1,37 @@
 """``make soak``: a server under 200 clients, most of them rude, for minutes; what it keeps afterwards is a fault.
 
-This process is the server, over a fake runner that reads every token back through its page table; a child process is
-the clients. It fails, with exit status 1, when memory grows, when pages, streams, connections or tasks are left, when
-an answer is wrong, or when a client that did nothing wrong meets an error.
+This process is the server; its core, over a fake runner, and the clients are processes of their own. It fails, with
+exit status 1, when memory grows, when pages, streams, connections or tasks are left, when an answer is wrong, or when
+a client that did nothing wrong meets an error.
 """
 
 import argparse
 import gc
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
 
-from compiled.step import Step
+from profiles.core import resident
 from profiles.crowd import visit
-from streamengine.config import ServerConfig
+from streamengine import compose
+from streamengine.config import EngineConfig, ServerConfig
+from streamengine.engine import Engine
+from streamengine.link import Progress
 from streamengine.server import Server
-from tests.fakes import FakeHandle, FakeRunner, fake_kv
-from tests.serving import engine_over
+from tests.fakes import ByteTokenizer
 
 GROWTH_BYTES = 24 * 1024 * 1024
 """What the server's resident memory may grow by after the warm-up: the allocator's fragments, not streams."""
-STEP_S = 0.003
-SETTLE_S = 30.0
+SETTLE_S = 40.0
 
 
 class Logged(logging.Handler):
@@ -43,30 +45,26 @@ class Logged(logging.Handler):
         self.counts[record.getMessage()[:60]] += 1
 
 
-class Paced(FakeRunner):
-    """Takes as long as a small model, and keeps no steps."""
-
-    def submit(self, step: Step) -> FakeHandle:
-        time.sleep(STEP_S)
-        self.steps.clear()
-        return super().submit(step)
-
-
 async def soak(seconds: float, seed: int) -> list[str]:
     """What went wrong."""
     ready, logged = anyio.Event(), Logged()
     logging.getLogger().addHandler(logged)
-    open_engine = engine_over(Paced(fake_kv(pages=1025, page_size=16)), max_num_seqs=48, enable_prefix_caching=False)
-    config = ServerConfig(port=0, linger_s=10, retain_s=5, drain_s=1, ack_stall_s=2)
+    core = partial(compose.core_process, "profiles.core")
+    settings = EngineConfig(max_num_seqs=48, enable_prefix_caching=False)
+
+    def open_engine(tell: Callable[[Progress], None]) -> Engine:
+        return Engine(settings, core, lambda folder: ByteTokenizer(), progress=tell)
+
+    config = ServerConfig(port=0, linger_s=10, retain_s=15, drain_s=1, ack_stall_s=2)
     server = Server(config, open_engine, ready=lambda url: ready.set())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run)
         with anyio.fail_after(SETTLE_S):
             await ready.wait()
-        idle, memory = len(anyio.get_running_tasks()), [_resident()]
+        idle, memory = len(anyio.get_running_tasks()), [await _resident(server)]
         report = await _crowd(server, seconds, seed, memory)
         left = await _settled(server, idle)
-        memory.append(_resident())
+        memory.append(await _resident(server))
         assert server.service.engine is not None, "ready"
         totals = await server.service.engine.statistics()
         server.stop()
@@ -109,12 +107,13 @@ async def _crowd(server: Server, seconds: float, seed: int, memory: list[int]) -
             with anyio.fail_after(seconds + SETTLE_S):
                 while time.monotonic() - begun < seconds - every / 2:
                     await anyio.sleep(every)
-                    memory.append(_resident())
+                    memory.append(await _resident(server))
                     now, sockets = time.monotonic() - begun, server.service.connections
                     _say(f"{now:5.0f} s  {memory[-1] / 2**20:6.1f} MiB, {sockets} WebSockets")
                 report: dict[str, Any] = json.loads(b"".join([part async for part in clients.stdout]))
         except BaseException:
-            clients.kill()
+            with suppress(ProcessLookupError):
+                clients.kill()
             raise
     return report
 
@@ -144,8 +143,11 @@ async def _left(server: Server, idle: int) -> dict[str, float]:
     }
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+async def _resident(server: Server) -> int:
+    """Of the server and its core."""
+    assert server.service.engine is not None, "ready"
+    core = await server.service.engine.statistics()
+    return resident() + int(core["runner_resident_bytes"])
 
 
 def _say(line: str) -> None:
