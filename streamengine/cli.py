@@ -163,7 +163,7 @@ def bench(
         benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
     ] = "steps",
 ) -> None:
-    """Time decoding steps and prompts, the scheduler, cached prefixes or guessed tokens; the last line is JSON."""
+    """Time steps, the scheduler, cached prefixes, guessed tokens or grammars; the last line is JSON."""
     with StartupProgress() as progress:
         benchmark.run(scenario, config, progress, typer.echo)
 

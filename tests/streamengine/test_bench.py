@@ -7,9 +7,10 @@ import pytest
 
 from compiled.step import Runner, StepResult
 from streamengine import bench, cli, compose
-from streamengine.bench import reuse, scheduling, steps
+from streamengine.bench import guided, reuse, scheduling, steps
 from streamengine.config import EngineConfig
 from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
+from tests.streamengine.guided.drawn import runner_in
 
 
 @pytest.fixture
@@ -52,6 +53,22 @@ def test_prefix_compares_an_engine_with_the_cache_and_one_without(monkeypatch, e
     assert result["without_cache"]["cached_tokens"] == 0
     assert result["with_cache"]["cached_tokens"] == 6 * 64
     assert result["ratio"] > 0
+
+
+def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
+    monkeypatch.setattr(guided, "REPEATS", 2)
+    monkeypatch.setattr(guided, "COMPILES", 2)
+    monkeypatch.setattr(guided, "CONTEXT", 0)
+    monkeypatch.setattr(guided, "HOSTILE", guided.HOSTILE[2:])
+    monkeypatch.setattr(compose, "build_runner", lambda config, report: runner_in(tmp_path))
+    monkeypatch.setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
+    real = compose.open_engine
+    monkeypatch.setattr(compose, "open_engine", lambda config, progress: real(config, process=False))
+    lines, result = measured("guided")
+    assert [row["batch"] for row in result["batches"]] == [1, 8, 32]
+    assert all(row["mask_us_per_row"] > 0 and row["guided_ms"] > 0 for row in result["batches"])
+    assert result["hostile"].keys() == {"alone", "beside"}
+    assert len(lines) == 3 + 1 + 2
 
 
 def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):
