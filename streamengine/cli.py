@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -22,9 +23,10 @@ from streamengine import chat as conversation
 from streamengine import doctor as machine
 from streamengine import precompile, replay
 from streamengine.config import EngineConfig, ServerConfig
-from streamengine.engine import Result
+from streamengine.engine import Result, Stream
 from streamengine.errors import EngineFailure, StreamEngineError
 from streamengine.guided import command as guided
+from streamengine.guided.values import ValueTracker
 from streamengine.intake import Asked
 from streamengine.options import ENGINE, SAMPLING, SERVER, takes
 from streamengine.sampling import SamplingParams
@@ -53,16 +55,28 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is: no chat template.")] = False,
     priority: Annotated[int, typer.Option("--priority", help="A higher one goes first.")] = 0,
+    schema: Annotated[Path | None, typer.Option("--schema", help="File with a JSON Schema to keep to.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Pattern that the whole answer must match.")] = None,
+    choice: Annotated[list[str], typer.Option("--choice", help="One of the possible answers.")] = [],  # noqa: B006
+    close: Annotated[bool, typer.Option("--close-document", help="Complete the answer within --max-tokens.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Print each value as it becomes complete.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; a single answer streams to stdout."""
+    if values and (schema is None or as_json or sampling.answers > 1):
+        raise typer.BadParameter("--values needs --schema, a single answer and no --json")
     messages = None if raw else ({"role": "user", "content": prompt},)
     asked: Asked = {"messages": messages, "sampling": sampling, "priority": priority}
-    anyio.run(_generate, config, prompt if raw else None, asked, as_json)
+    asked["response_format"] = guided.response_format(schema, regex, choice)
+    asked["close_document"] = close
+    anyio.run(_generate, config, prompt if raw else None, asked, as_json, values)
 
 
-async def _generate(config: EngineConfig, prompt: str | None, asked: Asked, as_json: bool) -> None:
+async def _generate(config: EngineConfig, prompt: str | None, asked: Asked, as_json: bool, values: bool) -> None:
     async with open_engine(config) as engine:
+        if values:
+            await _print_values(engine.stream(prompt, **asked))
+            return
         if as_json:
             _print_json(await engine.generate(prompt, **asked))
             return
@@ -75,6 +89,18 @@ async def _generate(config: EngineConfig, prompt: str | None, asked: Asked, as_j
                 typer.echo(choice.text)
         for line in _logprob_lines(result):
             typer.echo(line, err=True)
+
+
+async def _print_values(stream: Stream) -> None:
+    """A line of JSON for each."""
+    tracker = ValueTracker()
+    async with stream:
+        async for text in stream.text:
+            for value in tracker.feed(text):
+                _print_json(value._asdict())
+        if (await stream.result()).finish_reason == "stop":
+            for value in tracker.finish():
+                _print_json(value._asdict())
 
 
 def _logprob_lines(result: Result) -> Iterator[str]:
@@ -137,7 +163,7 @@ def bench(
         benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
     ] = "steps",
 ) -> None:
-    """Time steps, a start, the scheduler, cached prefixes, guessed tokens or the server; the last line is JSON."""
+    """Time steps, a start, the scheduler, cached prefixes, guesses, grammars or the server; the last line is JSON."""
     with StartupProgress() as progress:
         benchmark.run(scenario, config, progress, typer.echo)
 

@@ -124,24 +124,21 @@ def accept(sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: boo
     forced: tuple[int, ...] = ()
     if finish is None and sequence.constraint is not None and request.jump and sequence.sampling.logprobs is None:
         forced, finish = _take(sequence, tuple(sequence.constraint.forced()))
-    if finish is None and sequence.constraint is not None and request.grammar is not None and request.grammar.close:
-        return _close(sequence, sequence.constraint, tokens, forced, end)
-    return Accepted(tokens + forced, end, finish, len(forced))
+    taken = Accepted(tokens + forced, end, finish, len(forced))
+    closes = request.grammar is not None and request.grammar.close and finish in (None, MAX_TOKENS)
+    return _close(sequence, sequence.constraint, taken) if closes and sequence.constraint else taken
 
 
-def _close(
-    sequence: Sequence, constraint: Constraint, sampled: tuple[int, ...], forced: tuple[int, ...], end: int
-) -> Accepted:
+def _close(sequence: Sequence, constraint: Constraint, taken: Accepted) -> Accepted:
     """Complete the answer while that still fits its ``max_tokens``, at the cost of the last tokens if need be."""
-    tokens = sampled + forced
-    ending = constraint.end(len(tokens), sequence.request.max_tokens - sequence.answered)
+    ending = constraint.end(len(taken.tokens), sequence.request.max_tokens - sequence.answered)
     if ending is None:
-        return Accepted(tokens, end, None, len(forced))
+        return taken
     drop, tail = ending
-    kept = tokens[: len(tokens) - drop]
+    kept = taken.tokens[: len(taken.tokens) - drop]
     sequence.tokens[len(sequence.tokens) - drop :] = tail
     finish = STOP_TOKEN if tail[-1] in sequence.request.stop_token_ids else COMPLETE
-    return Accepted((*kept, *tail), end, finish, len(tail) + max(0, len(kept) - len(sampled)))
+    return Accepted((*kept, *tail), taken.end, finish, len(tail) + max(0, taken.forced - drop))
 
 
 def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish | None]:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from streamengine.bench import reuse, scheduling, serving, startup, steps
+from streamengine.bench import guided, reuse, scheduling, serving, startup, steps
 from streamengine.config import EngineConfig
 from streamengine.link import Progress
 
-Scenario = Literal["steps", "startup", "scheduler", "prefix", "speculation", "serve"]
+Scenario = Literal["steps", "startup", "scheduler", "prefix", "speculation", "guided", "serve"]
 Measure = Callable[[EngineConfig, Callable[[Progress], None], Callable[[str], None]], Mapping[str, Any]]
 
 _MEASURES: dict[Scenario, Measure] = {
@@ -16,6 +16,7 @@ _MEASURES: dict[Scenario, Measure] = {
     "scheduler": scheduling.measure,
     "prefix": reuse.measure_prefix,
     "speculation": reuse.measure_speculation,
+    "guided": guided.measure,
     "serve": serving.measure,
     "startup": startup.measure,
 }

@@ -43,6 +43,17 @@ def check(
         raise typer.Exit(1)
 
 
+def response_format(schema: Path | None, regex: str | None, choices: list[str]) -> dict[str, Any] | None:
+    """Of the options of a command, of which one may be given."""
+    if (schema is not None) + (regex is not None) + bool(choices) > 1:
+        raise typer.BadParameter("give one of --schema, --regex and --choice")
+    if schema is not None:
+        return {"type": "json_schema", "json_schema": {"schema": _read_schema(schema)}}
+    if regex is not None:
+        return {"type": "regex", "regex": regex}
+    return {"type": "choice", "choice": choices} if choices else None
+
+
 def _read(path: Path) -> str:
     """A file that ends with a line feed, as editors leave it, is the answer without it."""
     return (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")).removesuffix("\n")

@@ -101,6 +101,7 @@ def _grammar(asked: Text | JsonObject | JsonSchema | Regex | Lark | Choices) -> 
 def _check_repeats(pattern: str) -> None:
     """A repeated repeat is a mistake everywhere but in the engine's dialect. (What else `re` does not know, as
     ``\\p{L}``, is the engine's to judge.)"""
+    schema.check_repeats(pattern)
     try:
         re.compile(pattern)
     except re.error as error:

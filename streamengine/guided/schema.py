@@ -5,7 +5,9 @@ meta-schema; and a normalised copy, in which what says nothing is dropped, becau
 every keyword that it does not enforce. A keyword that says something is never dropped.
 """
 
+import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any
 
 import jsonschema
@@ -21,6 +23,8 @@ MAX_PROPERTIES = 5_000
 MAX_OPTIONAL = 400
 MAX_ENUM = 10_000
 MAX_PATTERN = 2_000
+MAX_REPEAT = 10_000
+"""Of the counts in a pattern: each step of a long one costs the engine more than the one before."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that are enforced; any other is an annotation, as the standard has it."""
@@ -50,6 +54,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keyword → values with which it says nothing."""
 
+_COUNTS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 _WORDS = frozenset({"enum", "const", "type", "title", "description"})
 """Of a schema for some words."""
 
@@ -118,10 +123,18 @@ def _check_limits(schema: Schema) -> None:
         for pattern in filter(_is_text, patterns):
             if len(pattern) > MAX_PATTERN:
                 raise GrammarError(f"a pattern at {place} has {len(pattern)} characters, the limit is {MAX_PATTERN}")
+            check_repeats(pattern, f" at {place}")
     if properties > MAX_PROPERTIES:
         raise GrammarError(f"the schema has {properties} properties, the limit is {MAX_PROPERTIES}")
     if values > MAX_ENUM:
         raise GrammarError(f"the schema has {values} enum values, the limit is {MAX_ENUM}")
+
+
+def check_repeats(pattern: str, where: str = "") -> None:
+    """Raises `GrammarError` for a count above `MAX_REPEAT`."""
+    for count in chain.from_iterable(_COUNTS.findall(pattern)):
+        if len(count) > 9 or int(count or 0) > MAX_REPEAT:
+            raise GrammarError(f"a pattern{where} repeats {count[:20]} times, the limit is {MAX_REPEAT}")
 
 
 def _is_text(value: Any) -> bool:

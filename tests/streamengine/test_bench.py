@@ -7,9 +7,10 @@ import pytest
 
 from compiled.step import Runner, StepResult
 from streamengine import bench, cli, compose
-from streamengine.bench import reuse, scheduling, serving, startup, steps
+from streamengine.bench import guided, reuse, scheduling, serving, startup, steps
 from streamengine.config import EngineConfig
 from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
+from tests.streamengine.guided.drawn import runner_in
 
 
 @pytest.fixture
@@ -54,6 +55,22 @@ def test_prefix_compares_an_engine_with_the_cache_and_one_without(monkeypatch, e
     assert result["ratio"] > 0
 
 
+def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
+    monkeypatch.setattr(guided, "REPEATS", 2)
+    monkeypatch.setattr(guided, "COMPILES", 2)
+    monkeypatch.setattr(guided, "CONTEXT", 0)
+    monkeypatch.setattr(guided, "HOSTILE", guided.HOSTILE[2:])
+    monkeypatch.setattr(compose, "build_runner", lambda config, report: runner_in(tmp_path))
+    monkeypatch.setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
+    real = compose.open_engine
+    monkeypatch.setattr(compose, "open_engine", lambda config, progress: real(config, process=False))
+    lines, result = measured("guided")
+    assert [row["batch"] for row in result["batches"]] == [1, 8, 32]
+    assert all(row["mask_us_per_row"] > 0 and row["guided_ms"] > 0 for row in result["batches"])
+    assert result["hostile"].keys() == {"alone", "beside"}
+    assert len(lines) == 3 + 1 + 2
+
+
 def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):
     monkeypatch.setattr(reuse, "PASSAGE", "This line has thirty-two letters")
     _, result = measured("speculation")
@@ -95,7 +112,7 @@ def test_serve_counts_every_token_through_a_server_a_core_and_a_client_of_their_
 
 def test_the_command_line_names_the_scenarios(engines, capsys):
     assert cli.run(["bench", "everything"]) == 2
-    assert "'steps', 'startup', 'scheduler', 'prefix', 'speculation', 'serve'" in capsys.readouterr().err
+    assert "'steps', 'startup', 'scheduler', 'prefix', 'speculation', 'guided', 'serve'" in capsys.readouterr().err
 
 
 def test_startup_compares_cold_and_warm_starts_of_every_depth(monkeypatch):

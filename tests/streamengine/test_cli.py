@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from streamengine.engine import Engine
 from streamengine.link import Progress
 from streamengine.options import ENGINE, SAMPLING, SERVER, Group
 from tests.fakes import BOS, ByteTokenizer, FakeRunner, script
+from tests.streamengine.guided.drawn import runner_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,56 @@ def test_generate_json_prints_one_object_with_text_ids_reason_usage_and_timing(r
     assert answer["finish_reason"] == "length"
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 5)
     assert answer["timing"]["total_ms"] > 0
+
+
+@pytest.fixture
+def guided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a model that can be guided; it holds ``schema.json``."""
+    use(runner_in(tmp_path), monkeypatch.setattr)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "answers"),
+    [
+        (["--regex", "[ab]c"], "[ab]c"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+        (["--regex", "[a-z]+!", "--max-tokens", "5", "--close-document"], "[a-z]{1,4}!"),
+    ],
+)
+def test_generate_keeps_to_a_pattern_or_a_choice(guided, capsys, options, answers):
+    assert cli.run(["generate", "--prompt", "hi", "--raw", *options]) == 0
+    assert re.fullmatch(answers, capsys.readouterr().out.removesuffix("\n"))
+
+
+def test_generate_keeps_to_a_schema(guided, capsys):
+    assert cli.run(["generate", "--prompt", "hi", "--raw", "--schema", str(guided / "schema.json")]) == 0
+    assert json.loads(capsys.readouterr().out) in ({"n": 1}, {"n": 2})
+
+
+def test_generate_prints_each_value_of_an_answer(guided, capsys):
+    ask = ["generate", "--prompt", "hi", "--raw", "--values"]
+    assert cli.run([*ask, "--schema", str(guided / "schema.json")]) == 0
+    inner, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert whole == {"path": "", "value": {"n": inner["value"]}}
+    assert inner["path"] == "/n"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--regex", "a", "--choice", "b"], "give one of"),
+        (["--schema", "nowhere.json"], "nowhere.json"),
+        (["--regex", "("], "regex parse error"),
+        (["--close-document"], "needs a response_format"),
+        (["--values"], "--values needs --schema"),
+    ],
+)
+def test_a_format_that_cannot_be_asked_for_is_one_line(guided, capsys, options, complaint):
+    assert cli.run(["generate", "--prompt", "hi", *options]) in (1, 2)
+    assert complaint in capsys.readouterr().err
 
 
 def test_stop_may_be_repeated_and_is_not_part_of_the_answer(runner, capsys):

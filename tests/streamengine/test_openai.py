@@ -6,14 +6,16 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from tests.fakes import EOS, FakeRunner, fake_model, oracle
 from tests.serving import PATIENCE_S, Served, engine_over, eventually, roomy_runner, serving
+from tests.streamengine.guided.drawn import runner_in
 
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hello"}]
 ANSWER = "Größe: 5 €"
@@ -68,6 +70,57 @@ def greedy(prompt: str, tokens: int) -> str:
 
 
 # the official client
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    lives: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+@pytest.fixture
+def guided(tmp_path: Path) -> Iterator[openai.OpenAI]:
+    with serving(engine_over(runner_in(tmp_path))) as served, client_of(served) as client:
+        yield client
+
+
+def test_a_pydantic_model_is_parsed(guided: openai.OpenAI) -> None:
+    for seed in range(3):
+        answer = guided.chat.completions.parse(model="fake", messages=HELLO, response_format=Pet, seed=seed)
+        assert isinstance(answer.choices[0].message.parsed, Pet)
+        with guided.chat.completions.stream(model="fake", messages=HELLO, response_format=Pet, seed=seed) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_every_format_is_kept_and_a_lenient_one_is_judged(guided: openai.OpenAI) -> None:
+    ask: Any = {"model": "fake", "messages": HELLO, "max_tokens": 100}
+    objects = guided.chat.completions.create(
+        **ask, response_format={"type": "json_object"}, extra_body={"close_document": True}
+    )
+    assert isinstance(json.loads(objects.choices[0].message.content or ""), dict)
+    words = guided.completions.create(model="fake", prompt="?", extra_body={"guided_choice": ["yes", "no"]})
+    assert words.choices[0].text in ("yes", "no")
+    unique = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    lenient: Any = {"type": "json_schema", "json_schema": {"name": "u", "schema": unique, "strict": False}}
+    judged = {"valid": False, "warnings": ['Unimplemented keys: ["uniqueItems"]']}
+    answer = guided.chat.completions.create(**ask, response_format=lenient)
+    assert answer.choices[0].to_dict()["guided"] == judged
+    chunks = [
+        choice.to_dict()
+        for chunk in guided.chat.completions.create(**ask, response_format=lenient, stream=True)
+        for choice in chunk.choices
+    ]
+    assert [chunk["guided"] for chunk in chunks if "guided" in chunk] == [judged]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"not": {}}, {"$ref": "#"}])
+def test_a_schema_that_cannot_be_kept_is_a_bad_request_even_where_the_answer_streams(
+    guided: openai.OpenAI, schema: Any, stream: bool
+) -> None:
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as bad:
+        guided.chat.completions.create(model="fake", messages=HELLO, response_format=asked, stream=stream)
+    assert (bad.value.param, bad.value.code) == ("response_format", "grammar_error")
 
 
 def test_a_chat_is_answered(client: openai.OpenAI, runner: FakeRunner) -> None:

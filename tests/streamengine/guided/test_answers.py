@@ -172,6 +172,16 @@ async def test_a_document_is_closed_before_its_tokens_are_spent(tmp_path: Path) 
             assert len(result.token_ids) <= most
 
 
+async def test_the_very_last_token_may_close_a_document(tmp_path: Path) -> None:
+    wanted = {"type": "regex", "regex": "[a-z]+!"}
+    async with opened(tmp_path) as engine:
+        for most in range(2, 9):
+            result = await engine.generate(
+                prompt="?", sampling=SamplingParams(max_tokens=most), response_format=wanted, close_document=True
+            )
+            assert (len(result.text), result.text[-1], result.finish_reason) == (most, "!", "stop")
+
+
 async def test_a_budget_that_no_answer_fits_is_refused_with_the_numbers(tmp_path: Path) -> None:
     async with opened(tmp_path) as engine:
         with pytest.raises(InvalidRequest, match=r"takes (\d+) tokens, max_tokens is 9"):
