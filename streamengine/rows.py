@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from compiled.step import Logprob, Row
-from streamengine.errors import EngineFailure
+from streamengine.errors import GrammarError
 from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN
 from streamengine.guided.grammar import Constraint
 from streamengine.request import Delta, Finish, Sequence
@@ -145,6 +145,8 @@ def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...],
     """Append ``tokens`` up to the one that ends the answer."""
     request, constraint = sequence.request, sequence.constraint
     left = request.max_tokens - sequence.answered
+    if constraint is not None and (error := constraint.error):
+        return (), _broken(error)  # what was drawn was drawn under a mask that is none
     for count, token in enumerate(tokens, 1):
         sequence.tokens.append(token)
         if token in request.stop_token_ids:
@@ -153,10 +155,14 @@ def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...],
             if constraint.take(token):
                 return tokens[:count], COMPLETE
             if error := constraint.error:
-                return tokens[:count], Finish("error", EngineFailure.code, f"the grammar does not go on: {error}")
+                return tokens[:count], _broken(error)
         if count == left:
             return tokens[:count], MAX_TOKENS
     return tokens, None
+
+
+def _broken(error: str) -> Finish:
+    return Finish("error", GrammarError.code, f"the grammar cannot be followed: {error}")
 
 
 def scores_of(sequence: Sequence, row: Row, scores: tuple[Logprob, ...]) -> tuple[Logprob, ...]:

@@ -208,12 +208,14 @@ class Streams:
         attachment.reader.close()
         if record.attachments:
             return
+        linger_s = self._config.linger_s if linger_s is None else linger_s
         if record.ended_at is not None:
-            self._schedule(record, record.ended_at + self._config.retain_s)
+            # A reader that lags may lose its connection long after the end, and has as much time to come back.
+            self._schedule(record, max(record.ended_at + self._config.retain_s, anyio.current_time() + linger_s))
         elif linger_s == 0:
             self.cancel(record, "disconnect")
         else:
-            self._linger(record, self._config.linger_s if linger_s is None else linger_s)
+            self._linger(record, linger_s)
 
     def cancel(self, record: StreamRecord, cause: str = "client") -> None:
         """Ask for the end, which the log tells when pages are free. Never blocks; what has ended stays so."""

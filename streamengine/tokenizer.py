@@ -104,10 +104,15 @@ class FolderTokenizer:
         self.longest_token = max(map(len, vocabulary), default=1)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, special=True)
 
     def encode_part(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        """As a batch of one: `encode` itself keeps the interpreter's lock, for seconds where the text is long."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
@@ -139,7 +144,7 @@ class FolderTokenizer:
             messages = for_template(messages, calls) if calls.native else in_words(messages, tools, calls)
             tools = tools if calls.native else ()
         # The template writes the special tokens itself.
-        return self._tokenizer.encode(template.render(messages, tools), add_special_tokens=False).ids
+        return self.encode_part(template.render(messages, tools))
 
     def calls(self) -> CallFormat:
         if self._calls is None:

@@ -52,6 +52,8 @@ class GrammarCompiler:
     def start(self, key: int, grammar: Grammar, tenant: str, now: float) -> None:
         """Have ``grammar`` compiled for ``key``; `done` gives it back. Raises Overloaded."""
         known = self._remembered.get(grammar)
+        if isinstance(known, Matcher) and known.error:
+            known = self._remembered[grammar] = GrammarError(f"the grammar cannot be followed: {known.error}")
         self._counts["hits" if known else "compiled"] += 1
         if known is not None:
             self._remembered.move_to_end(grammar)

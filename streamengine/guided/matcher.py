@@ -5,7 +5,9 @@ it may end, or must, is what it says itself.
 """
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import llguidance
@@ -20,6 +22,11 @@ from streamengine.guided.grammar import WHITESPACE, Grammar
 
 LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, verbose_errors=False)
 """Wider than the engine's own: 400 optional properties are 400 ways on at once."""
+
+_BROKEN = frozenset({"ParserTooComplex", "LexerTooComplex", "InternalError"})
+
+TOKEN_S = 0.25
+"""CPU seconds that a grammar may take for one token, while a whole step waits."""
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -37,6 +44,9 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self._added = tuple(added)
         self.words = -(-tokenizer.vocab_size // 32)
+        self._end = np.zeros(32 * self.words, np.uint8)
+        self._end[tokenizer.eos_tokens or [0]] = 1
+        self._end = np.packbits(self._end, bitorder="little").view(np.int32)
         self._executor = LLExecutor(num_threads=threads)
 
     @classmethod
@@ -90,29 +100,65 @@ class Vocabulary:
                 raise GrammarError(f"{place}: {error.message}", param=place) from error
 
     def fill(self, places: Sequence[Place], bitmask: Bitmask) -> None:
-        """Set the rows of ``bitmask`` ``[rows, words]``: a bit is set where the token may come next."""
+        """Set the rows of ``bitmask`` ``[rows, words]``: a bit is set where the token may come next. Each row has one.
+
+        A grammar that has become too complex shows in `Matcher.error`; its row then holds an end that is none.
+        """
         rows, words = bitmask.shape
-        target = (bitmask.ctypes.data, words * 4, rows)
-        if plain := [(matcher.engine, row) for matcher, row, drafts in places if not drafts]:
-            self._executor.unsafe_compute_mask_ptr(plain, *target)
-        if guessing := [(matcher.engine, row, list(drafts)) for matcher, row, drafts in places if drafts]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessing, *target)
+        for matcher, row, drafts in places:
+            with matcher.timed():
+                if drafts:
+                    place = [(matcher.engine, row, list(drafts))]
+                    self._executor.unsafe_compute_mask_ptr_with_draft_token(place, bitmask.ctypes.data, words * 4, rows)
+                else:
+                    matcher.engine.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, words * 4)
+            for i in range(1 + len(drafts)):
+                self._check(matcher, drafts[:i], bitmask[row + i])
+
+    def _check(self, matcher: "Matcher", drafts: tuple[int, ...], bits: Bitmask) -> None:
+        """The engine that fails while it computes a mask offers an end, and may not even say that it has failed."""
+        if bits.any() and not np.array_equal(bits, self._end):
+            return
+        there = matcher.copy()
+        if matcher.error or not (all(map(there.advance, drafts)) and (there.accepting or there.stopped)):
+            matcher.fail("it has become too complex")
+            bits[:] = self._end
+
+
+class Origin:
+    """What copies of one matcher share: the engine's lexer, whose failure in one of them breaks all."""
+
+    failure = ""
 
 
 class Matcher:
     """One answer's place in its grammar."""
 
-    def __init__(self, engine: LLMatcher, shortest: int | None = None) -> None:
+    def __init__(self, engine: LLMatcher, shortest: int | None = None, origin: Origin | None = None) -> None:
         self.engine = engine
+        self._origin = origin or Origin()
         self.shortest = shortest
         """Of a grammar that is to be closed: tokens of the shortest answer that was found."""
 
     def copy(self) -> "Matcher":
-        return Matcher(self.engine.deep_copy(), self.shortest)
+        return Matcher(self.engine.deep_copy(), self.shortest, self._origin)
+
+    def fail(self, reason: str) -> None:
+        """Nothing that was made of this grammar is to be trusted from now on."""
+        self._origin.failure = self._origin.failure or reason
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """One call of the engine, all others wait for it: CPU time, which does not count what others take."""
+        started = time.thread_time()
+        yield
+        if (seconds := time.thread_time() - started) > TOKEN_S:
+            self.fail(f"one token took {seconds:.1f} s, the limit is {TOKEN_S} s")
 
     def advance(self, token: int) -> bool:
         """Take ``token``; False if the grammar does not allow it (`error` says why), for good."""
-        return bool(self.engine.consume_token(token))
+        with self.timed():
+            return bool(self.engine.consume_token(token))
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may come next, one after the other."""
@@ -138,7 +184,12 @@ class Matcher:
     @property
     def error(self) -> str:
         """Empty while all is well."""
-        return _reason(self.engine) if self.engine.is_error() else ""
+        if self._origin.failure or not self.engine.is_error():
+            return self._origin.failure
+        reason = _reason(self.engine)
+        if self.engine.stop_reason() in _BROKEN:  # else it was the token
+            self.fail(reason)
+        return reason
 
     @property
     def warnings(self) -> list[str]:

@@ -141,6 +141,19 @@ async def test_what_ended_is_kept_while_somebody_reads_it() -> None:
     assert streams.statistics() == {"streams_kept": 0, "streams_attached": 0, "stream_log_bytes": 0}
 
 
+async def test_a_reader_that_lagged_past_the_retention_has_time_to_come_back() -> None:
+    streams = streams_of(retain_s=0.001, linger_s=10)
+    record, attachment = await opened(streams)
+    end(record.log)
+    await anyio.sleep(0.002)
+    streams.detach(attachment)
+    streams.expire(anyio.current_time() + 9)
+    assert streams.find(record.log.id, ALICE) is record
+    streams.expire(anyio.current_time() + 11)
+    with pytest.raises(StreamNotFound):
+        streams.find(record.log.id, ALICE)
+
+
 async def test_a_principal_has_so_many_running_streams_and_anybody_as_many_as_the_engine() -> None:
     streams = streams_of(max_principal_streams=1)
     record, _ = await opened(streams)

@@ -7,6 +7,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -150,7 +151,9 @@ class OpenAI:
         check_model(body.model, engine.model.name)
         encode = tokenizing(body, engine.intake.tokenizer)
         ids = await anyio.to_thread.run_sync(encode, limiter=self._worker)
-        return JSONResponse({"count": len(ids), "max_model_len": engine.model.max_model_len, "tokens": ids})
+        # msgspec: a million ids take the standard library's encoder a tenth of a second of everybody's time.
+        answer = msgspec.json.encode({"count": len(ids), "max_model_len": engine.model.max_model_len, "tokens": ids})
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         engine = self._http.streams.engine

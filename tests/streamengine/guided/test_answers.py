@@ -191,3 +191,22 @@ async def test_a_budget_that_no_answer_fits_is_refused_with_the_numbers(tmp_path
                 response_format=of_schema(SCHEMA),
                 close_document=True,
             )
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "regex", "regex": "[a-z ]{2,6}((a{100}){100}){100}"},
+        {"type": "grammar", "grammar": "start: /[a-z ]{2,6}a{20000000}/"},
+    ],
+)
+async def test_a_grammar_that_becomes_too_complex_ends_in_an_error_and_never_as_a_whole_answer(
+    tmp_path: Path, response_format: dict[str, Any]
+) -> None:
+    async with opened(tmp_path) as engine:
+        for seed in range(4):
+            with pytest.raises(GrammarError) as caught:
+                params = SamplingParams(max_tokens=25, seed=seed)
+                await engine.generate(prompt="?", sampling=params, response_format=response_format)
+            assert caught.value.status == 400
+        assert (await engine.generate(prompt="?", sampling=SamplingParams(max_tokens=3))).text
