@@ -161,8 +161,9 @@ def compile_only(
     factors = factors_of(folder, dtype, max_model_len, cache, FAST)
     if cache.load(name, factors) is not None:
         return False
-    from compiled import cold  # as below
+    from compiled import cold, pieces  # as below
 
+    pieces.check_compiler()
     _load_kernel()
     described = cold.describe(folder, dtype, max_model_len)
     recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse)
@@ -206,12 +207,13 @@ def _compile(
     timed: Stopwatch,
 ) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
-    report("trace", 0, 0)
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
         kernel = reader.submit(_load_kernel)
         with timed("compiler"):
             # transformers and torch's compiler are slow to import, and what was saved does without them.
-            from compiled import cold
+            from compiled import cold, pieces
+        pieces.check_compiler()
+        report("trace", 0, 0)
         with timed("describe"):
             described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
         reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None

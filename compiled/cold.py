@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from compiled.artifacts import Cache
 from compiled.fuse import fuse
 from compiled.model import facts_of, limit_of, read_config, read_weights
-from compiled.pieces import Compiled, check_compiler, compile_pieces
+from compiled.pieces import Compiled, compile_pieces
 from compiled.probe import probe
 from compiled.recipe import Held, ModelFacts, Parameter, Recipe, Run
 from compiled.rope import settle_rope
@@ -42,9 +42,8 @@ def describe(folder: Path, dtype: torch.dtype, max_model_len: int | None, *, com
     """Learn what the model in ``folder`` is made of and asks for.
 
     Raises:
-        LoadError: a kind that is not supported, by name; or no compiler.
+        LoadError: a kind that is not supported, by name.
     """
-    check_compiler()
     module = _skeleton(folder, dtype, max_model_len)
     choice = choose(module) if compose else None
     buffers = compute_buffers(module)
