@@ -81,10 +81,10 @@ def compare_steps(engines: list[str], folder: str) -> dict[str, Any]:
             steppers.append(Stepper(name, _python(name), str(bundled_file(MODEL)) if name == "llama" else folder))
             print(f"{name:14} ready in {steppers[-1].ready_s:5.1f} s", flush=True)
         measured: dict[str, dict[str, list[float]]] = {_label(case): {name: [] for name in engines} for case in CASES}
-        for round in range(ROUNDS):
+        for turn in range(ROUNDS):
             for case in CASES:
                 # Another order each round: none is always the one that finds the caches cold.
-                for stepper in steppers[round % len(steppers) :] + steppers[: round % len(steppers)]:
+                for stepper in steppers[turn % len(steppers) :] + steppers[: turn % len(steppers)]:
                     measured[_label(case)][stepper.name] += stepper.ask(case)
     finally:
         for stepper in steppers:
