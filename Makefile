@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model peers serve test test-slow asan soak check format clean
+.PHONY: help install dev model peers serve test test-slow test-models asan soak check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -23,6 +23,7 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-models  every architecture that is served is traced and cut: a quarter of an hour"
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
 	@echo "make check      linter, format, types, import rules"
@@ -60,7 +61,10 @@ test: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m 'not slow'
 
 test-slow: $(VENV)/.dev $(VENV)/.model
-	$(RUN) pytest -m slow
+	$(RUN) pytest -m 'slow and not exhaustive'
+
+test-models: $(VENV)/.dev $(VENV)/.model
+	$(RUN) pytest -m exhaustive
 
 # The interpreter is not built with the sanitizer, so its runtime must be there first; what Python keeps is no leak.
 asan: $(VENV)/.dev

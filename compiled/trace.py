@@ -3,6 +3,7 @@
 The module's parameters may be uninitialised memory: nothing looks at their numbers.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,9 @@ def trace(module: nn.Module) -> Traced:
     # epsilon, into an input. Each model is traced as if it were the first, and nothing of it is kept.
     alone = torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True)
     try:
-        with torch.no_grad(), alone:
+        with torch.no_grad(), alone, warnings.catch_warnings():
+            # transformers caches a look at torch's version, which cannot change while we trace.
+            warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
             torch.compile(run, backend=capture, fullgraph=True)(**inputs)
     except Exception as error:  # Dynamo raises a dozen kinds, and whatever the model's code raises
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)

@@ -179,6 +179,7 @@ def interpreter(graph: GraphModule) -> Call:
     return call
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", served())
 def test_an_architecture_is_one_graph_that_falls_into_pieces(
