@@ -145,9 +145,12 @@ def test_the_page_answers_token_by_token(command: Command) -> None:
         page.evaluate(
             """window.seen = new Set();
             new MutationObserver(() => seen.add(document.querySelector("article.assistant .text")?.textContent))
-              .observe(document.getElementById("log"), {childList: true, characterData: true, subtree: true});"""
+              .observe(document.getElementById("columns"), {childList: true, characterData: true, subtree: true});
+            const temperature = document.getElementById("temperature");
+            temperature.value = "0";
+            temperature.dispatchEvent(new Event("input", {bubbles: true}));
+            temperature.dispatchEvent(new Event("change", {bubbles: true}));"""
         )
-        page.fill("#temperature", "0")
         page.fill("#input", "What is the capital of France?")
         page.press("#input", "Enter")
         page.wait_for_selector("article.assistant:not([aria-busy])")

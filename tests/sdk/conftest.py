@@ -9,7 +9,7 @@ from streamengine_sdk import wire
 from tests.schema import validate
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _every_message_fits_the_schema() -> Iterator[None]:
     encode = wire.encode
 
