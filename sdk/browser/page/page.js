@@ -106,7 +106,9 @@ const host = {
     const messages = column.data.turns.map(({ role, content }) => ({ role, content }));
     if (settings.system) messages.unshift({ role: "system", content: settings.system });
     const own = column.data.temperature === "" ? {} : { temperature: Number(column.data.temperature) };
-    return client.stream({ ...settings.request, ...own, messages });
+    const request = { ...settings.request, ...own, messages };
+    column.values = Boolean(request.delivery?.values);
+    return client.stream(request);
   },
   display: () => settings.display,
   changed(column) {
@@ -217,8 +219,10 @@ function forget(id) {
 
 function saveStreams() {
   const streams = [...views.values()].flatMap(({ conversation, columns }) =>
-    columns.flatMap(({ stream, answer }, column) =>
-      stream?.position.stream ? [{ conversation: conversation.id, column, position: { ...stream.position }, text: answer.text }] : [],
+    columns.flatMap(({ stream, answer, values = false }, column) =>
+      stream?.position.stream
+        ? [{ conversation: conversation.id, column, values, position: { ...stream.position }, text: answer.text }]
+        : [],
     ),
   );
   store.saveStreams(streams);
@@ -230,7 +234,9 @@ function restore() {
   for (const saved of streams) {
     const conversation = store.loadConversation(saved.conversation);
     const column = conversation && open(views.get(saved.conversation)?.conversation ?? conversation).columns[saved.column];
-    column?.resume(saved, client.resume(saved.position, { delivery: { values: true } }));
+    if (!column) continue;
+    column.values = saved.values;
+    column.resume(saved, client.resume(saved.position, saved.values ? { delivery: { values: true } } : {}));
   }
   for (const column of everyColumn())
     if (!column.stream && column.data.turns.at(-1)?.role === "user") column.restoreUnanswered();
