@@ -45,10 +45,6 @@ class GrammarCompiler:
         self._bytes = 0
         self._counts: Counter[str] = Counter()
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._jobs)
-
     def start(self, key: int, grammar: Grammar, tenant: str, now: float) -> None:
         """Have ``grammar`` compiled for ``key``; `done` gives it back. Raises Overloaded."""
         known = self._remembered.get(grammar)
@@ -72,16 +68,23 @@ class GrammarCompiler:
             raise Overloaded(f"{waiting} grammars of yours are being compiled, which is the most", waiting=waiting)
 
     def cancel(self, key: int) -> bool:
-        """Forget ``key``; False if it is not here."""
-        return self._jobs.pop(key, None) is not None
+        """Forget ``key``; False if it is not here. What nobody else waits for is not begun."""
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return False
+        if all(other.grammar != job.grammar for other in self._jobs.values()) and job.future.cancel():
+            self._same.pop(job.grammar, None)
+        return True
 
     def done(self, now: float) -> list[tuple[int, Outcome]]:
         """Whose grammar is there, in the order of `start`, each with a matcher of its own; or refused."""
+        for grammar in [grammar for grammar, future in self._same.items() if future.done()]:
+            # Also those that nobody waits for any more.
+            self._remember(grammar, self._same.pop(grammar).result())
         ended: list[tuple[int, Outcome]] = []
         for key, job in list(self._jobs.items()):
             if job.future.done():
                 outcome = job.future.result()
-                self._remember(job.grammar, outcome)
             elif now >= job.deadline:
                 outcome = GrammarError(f"the grammar took longer than {COMPILE_S:g} s to compile")
             else:
@@ -111,10 +114,8 @@ class GrammarCompiler:
             return error
 
     def _remember(self, grammar: Grammar, outcome: Outcome) -> None:
-        self._same.pop(grammar, None)
-        if grammar not in self._remembered:
-            self._remembered[grammar] = outcome
-            self._bytes += len(grammar.text)
+        self._remembered[grammar] = outcome
+        self._bytes += len(grammar.text)
         while len(self._remembered) > MAX_REMEMBERED or self._bytes > MAX_REMEMBERED_BYTES:
             oldest, _ = self._remembered.popitem(last=False)
             self._bytes -= len(oldest.text)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llguidance
 import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -38,16 +37,16 @@ Place = tuple["Matcher", int, tuple[int, ...]]
 
 
 class Vocabulary:
-    """The tokens that grammars are compiled against. Masks are made by ``threads`` at once."""
+    """The tokens that grammars are compiled against; ``added`` are those that are not text."""
 
-    def __init__(self, tokenizer: LLTokenizer, added: Sequence[str] = (), *, threads: int = 1) -> None:
+    def __init__(self, tokenizer: LLTokenizer, added: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self._added = tuple(added)
         self.words = -(-tokenizer.vocab_size // 32)
         self._end = np.zeros(32 * self.words, np.uint8)
         self._end[tokenizer.eos_tokens or [0]] = 1
         self._end = np.packbits(self._end, bitorder="little").view(np.int32)
-        self._executor = LLExecutor(num_threads=threads)
+        self._executor = LLExecutor(num_threads=1)
 
     @classmethod
     def of_model(cls, tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
@@ -193,6 +192,7 @@ class Matcher:
 
     @property
     def warnings(self) -> list[str]:
+        """What a lenient compile left out."""
         return list(self.engine.get_grammar_warnings())
 
 
@@ -228,6 +228,3 @@ def _reason(engine: LLMatcher, grammar: Grammar | None = None) -> str:
         return f"{', '.join(refused)} cannot be enforced, at {', '.join(schema.places_of(grammar.text, refused))}"
     error = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0]} {error}".strip()
-
-
-ENGINE = f"llguidance {getattr(llguidance, '__version__', '')}".strip()
