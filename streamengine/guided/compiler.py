@@ -45,6 +45,10 @@ class GrammarCompiler:
         self._bytes = 0
         self._counts: Counter[str] = Counter()
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._jobs)
+
     def start(self, key: int, grammar: Grammar, tenant: str, now: float) -> None:
         """Have ``grammar`` compiled for ``key``; `done` gives it back. Raises Overloaded."""
         known = self._remembered.get(grammar)
