@@ -115,6 +115,18 @@ class StreamProtocol(WebSocketsSansIOProtocol):
             state["protocol"] = self
             state["query"], self.scope["query_string"] = self.scope["query_string"], b""
 
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                # uvicorn would log a traceback, so a client could fill the log.
+                self.frames = []
+                self.conn.send_close(1007)
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
+
     def handle_parser_exception(self) -> None:
         # Called again for whatever still comes in, which the parser throws away: only reading it to its
         # end lets the close frame arrive.

@@ -466,3 +466,15 @@ def test_sigterm_in_the_middle_of_a_stream_loses_no_token() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_text_that_is_no_utf_8_closes_with_1007_and_leaves_the_log_alone(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served.connect() as client, pytest.raises(ConnectionClosed) as closed:
+        # As bytes under a text's opcode: the library would not send a broken one.
+        client.connection.send(b"\xff\xfe", text=True)
+        client.connection.recv(PATIENCE_S)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1007
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
