@@ -1,6 +1,7 @@
 """``streamengine guided check``: try a schema, and answers to it, before it is deployed."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,15 +28,18 @@ def check(
         raise typer.BadParameter("give either --schema, with or without --text, or --jsonl")
     # The grammar engine and numpy take longer to import than the rest of the command line.
     from streamengine.guided.matcher import Vocabulary
+    from streamengine.guided.trial import Trial
     from streamengine.guided.verdict import Question, judge, judge_line
 
     vocabulary = Vocabulary.of_bytes()
-    if jsonl:
-        for line in filter(str.strip, sys.stdin):
-            typer.echo(msgspec.json.encode(judge_line(line, vocabulary)))
-        return
-    assert schema is not None, "checked above"
-    verdict = judge(Question(schema=_read_schema(schema), text=None if text is None else _read(text)), vocabulary)
+    with closing(Trial()) as trial:
+        if jsonl:
+            for line in filter(str.strip, sys.stdin):
+                typer.echo(msgspec.json.encode(judge_line(line, vocabulary, trial)))
+            return
+        assert schema is not None, "checked above"
+        question = Question(schema=_read_schema(schema), text=None if text is None else _read(text))
+        verdict = judge(question, vocabulary, trial)
     typer.echo("the schema compiles" if verdict.compiles else f"the schema is refused: {verdict.error}")
     if verdict.accepts is not None:
         typer.echo(f"the text is {'' if verdict.accepts else 'not '}a whole answer")

@@ -16,6 +16,7 @@ from streamengine.guided.constraint import GrammarConstraint
 from streamengine.guided.grammar import Constraint, Grammar
 from streamengine.guided.masks import MaskMaker
 from streamengine.guided.matcher import Matcher, Vocabulary
+from streamengine.guided.trial import Trial
 
 MOST_TO_CLOSE = 4096
 """Tokens of the longest shortest answer."""
@@ -24,7 +25,7 @@ MOST_TO_CLOSE = 4096
 class Guide:
     """Gives constraints for grammars, and bitmasks for steps. ``load`` makes the vocabulary.
 
-    Its threads are the compiler's and the mask maker's; `close` ends them.
+    Its threads are the compiler's and the mask maker's, and a trial may have processes; `close` ends them.
     """
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
@@ -33,6 +34,7 @@ class Guide:
         self._vocabulary: Vocabulary | None = None
         self._masks: MaskMaker | None = None
         self._closer: Closer | None = None
+        self._trial = Trial()
         self._compiler = GrammarCompiler(self.compile)
         self.start = self._compiler.start
         self.cancel = self._compiler.cancel
@@ -54,6 +56,7 @@ class Guide:
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of ``grammar``, now. Raises RequestError."""
+        self._trial.check(grammar)
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -77,6 +80,7 @@ class Guide:
 
     def close(self) -> None:
         self._compiler.close()
+        self._trial.close()
         if self._masks is not None:
             self._masks.close()
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -9,6 +10,7 @@ import msgspec
 
 from streamengine.guided import judge
 from streamengine.guided.grammar import Grammar
+from streamengine.guided.trial import Trial
 
 JUDGES = 2
 JUDGE_S = 20.0
@@ -24,6 +26,8 @@ def left_out(grammar: Grammar) -> tuple[str, ...]:
     # Most fronts never need the grammar engine, and it takes a while to import.
     from streamengine.guided.matcher import Vocabulary
 
+    with closing(Trial()) as trial:
+        trial.check(grammar)
     return tuple(Vocabulary.of_bytes().compile(grammar).warnings)
 
 

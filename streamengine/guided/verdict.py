@@ -10,6 +10,7 @@ import msgspec
 from streamengine.errors import RequestError
 from streamengine.guided.formats import read_format
 from streamengine.guided.matcher import Vocabulary, accepts
+from streamengine.guided.trial import Trial
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,12 +28,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     text: str | None = None
 
 
-def judge(question: Question, vocabulary: Vocabulary) -> Verdict:
+def judge(question: Question, vocabulary: Vocabulary, trial: Trial) -> Verdict:
     """What an engine would say to this schema in a ``response_format``, and to this text as an answer."""
     wanted = {"type": "json_schema", "json_schema": {"schema": question.schema}}
     try:
         grammar = read_format(wanted)
         assert grammar is not None, "a schema is a grammar"
+        trial.check(grammar)
         matcher = vocabulary.compile(grammar)
     except RequestError as error:
         return Verdict(compiles=False, error=error.message)
@@ -41,10 +43,10 @@ def judge(question: Question, vocabulary: Vocabulary) -> Verdict:
     )
 
 
-def judge_line(line: str, vocabulary: Vocabulary) -> Verdict:
+def judge_line(line: str, vocabulary: Vocabulary, trial: Trial) -> Verdict:
     """See `judge`; a line that is no question is refused like a schema."""
     try:
         question = msgspec.json.decode(line, type=Question)
     except (msgspec.DecodeError, RecursionError) as error:
         return Verdict(compiles=False, error=f"not a line of {{schema, text}}: {error}")
-    return judge(question, vocabulary)
+    return judge(question, vocabulary, trial)
