@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled.inductor import Call
 from compiled.linear.op import pack
-from compiled.recipe import Fed, Parameter, Recipe, Run
+from compiled.recipe import Attention, Fed, Parameter, Recipe, Run
 
 SMALLEST = 2
 """Fewest tokens and fewest logit rows of a compiled call: Dynamo takes a size of 1 for a constant."""
@@ -31,35 +31,49 @@ class LayerAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One entry of the list: registers ``arguments`` → ``function`` (None: attention) → registers ``results``.
     ``dead`` registers are emptied before, so that memory is given back as soon as in eager code."""
 
+    call: Run | Attention
     function: Call | None
-    layer: int
     arguments: tuple[int, ...]
     results: tuple[int, ...]
     dead: tuple[int, ...]
 
+    @property
+    def layer(self) -> int:
+        """Of an attention."""
+        assert isinstance(self.call, Attention)
+        return self.call.layer
+
 
 class Program:
-    """A compiled forward pass. Not thread-safe; at least `SMALLEST` tokens and rows a call."""
+    """A compiled forward pass. Not thread-safe; at least `SMALLEST` tokens and rows a call.
+
+    ``registers`` hold the weights and constants, and None where a step's values go; ``fed`` says which of them a step
+    begins with, ``output`` which holds the logits.
+    """
 
     def __init__(
-        self, entries: Sequence[_Entry], registers: list[Any], fed: Sequence[tuple[int, str]], output: int
+        self, entries: Sequence[Entry], registers: Sequence[Any], fed: Sequence[tuple[int, str]], output: int
     ) -> None:
-        self._entries = tuple(entries)
-        self._registers = registers
-        self._fed = tuple(fed)
-        self._output = output
+        self.entries = tuple(entries)
+        self.registers = tuple(registers)
+        self.fed = tuple(fed)
+        self.output = output
+
+    def with_entries(self, entries: Sequence[Entry]) -> "Program":
+        """The same pass through other functions."""
+        return Program(entries, self.registers, self.fed, self.output)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
         """Logits ``[R, V]`` of the tokens at indices ``rows_R``."""
         given = {"ids": ids_T, "positions": positions_T, "rows": rows_R, "T": len(ids_T), "R": len(rows_R)}
-        registers = list(self._registers)
-        for register, name in self._fed:
+        registers = list(self.registers)
+        for register, name in self.fed:
             registers[register] = given[name]
-        for entry in self._entries:
+        for entry in self.entries:
             arguments = [registers[i] for i in entry.arguments]
             for register in entry.dead:
                 registers[register] = None
@@ -69,7 +83,7 @@ class Program:
             else:
                 for register, made in zip(entry.results, entry.function(arguments), strict=True):
                     registers[register] = made
-        return registers[self._output]
+        return registers[self.output]
 
 
 def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[str, Tensor]) -> Program:
@@ -89,7 +103,7 @@ def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[
             registers[numbers[name]] = _parameter(source, weights, left)
         else:
             registers[numbers[name]] = recipe.constants[source.index]
-    entries = []
+    entries: list[Entry] = []
     alive = {numbers[recipe.output], *(numbers[name] for name in recipe.sources)}
     for call in reversed(recipe.calls):
         arguments = tuple(numbers[name] for name in call.inputs)
@@ -97,9 +111,9 @@ def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[
         alive.update(dead)
         if isinstance(call, Run):
             results = tuple(numbers[name] for name in call.outputs)
-            entries.append(_Entry(functions[call.key], -1, arguments, results, dead))
+            entries.append(Entry(call, functions[call.key], arguments, results, dead))
         else:
-            entries.append(_Entry(None, call.layer, arguments, (numbers[call.output],), dead))
+            entries.append(Entry(call, None, arguments, (numbers[call.output],), dead))
     return Program(entries[::-1], registers, fed, numbers[recipe.output])
 
 
