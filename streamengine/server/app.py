@@ -5,6 +5,7 @@ from typing import Any
 import anyio
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -42,7 +43,7 @@ def routes(service: Service) -> list[BaseRoute]:
 
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``, whose engine may still be missing."""
-    app = Gate(Starlette(routes=routes(service)), service)
+    app = Gate(Starlette(routes=routes(service), exception_handlers={HTTPException: _no_route}), service)
     if not service.config.allow_origins:
         return app
     # Outside of the gate: a browser asks without a key whether it may send one.
@@ -53,6 +54,17 @@ def create_app(service: Service) -> ASGIApp:
         allow_headers=["authorization", "content-type", "last-event-id"],
         expose_headers=["retry-after"],
     )
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Starlette's 404 and 405 in the shape of every other error."""
+    assert isinstance(error, HTTPException)
+    code, what = {404: ("not_found", "no such route"), 405: ("method_not_allowed", "not a method of this route")}.get(
+        error.status_code, ("invalid_request", error.detail)
+    )
+    message = f"{request.method} {request.url.path[:200]}: {what}"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 class _Routes:

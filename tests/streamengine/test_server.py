@@ -303,7 +303,10 @@ def test_the_page_is_sent_small_and_once(served: Served) -> None:
 
 def test_what_is_not_there_is_not_found(served: Served) -> None:
     for path in ("/nothing", "/../streamengine/server/run.py", "/index.html"):
-        assert served.get(path)[0] == 404
+        status, _, body = served.get(path)
+        assert (status, body["error"]["code"]) == (404, "not_found")
+    status, headers, body = served.ask("PUT", "/v1/models")
+    assert (status, headers["allow"], body["error"]["code"]) == (405, "GET, HEAD", "method_not_allowed")
     assert served.handshake(path="/v1/other")[0] in (403, 404)
 
 
