@@ -6,7 +6,10 @@ prompt it clears the line.
 """
 
 import contextlib
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import anyio.from_thread
 import typer
@@ -19,6 +22,9 @@ from streamengine.terminal import open_engine
 
 with contextlib.suppress(ImportError):  # Python may be built without it; lines are then edited by the terminal alone
     import readline  # noqa: F401
+
+LOOK_S = 0.05
+"""How long Ctrl-C may go unnoticed in an answer."""
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -81,16 +87,34 @@ class Conversation:
         self._messages = [*asked, {"role": "assistant", "content": result.text}]
 
     def _stream(self, messages: list[dict[str, str]]) -> Result:
-        stream = self._portal.call(self._open, messages)
-        future = self._portal.start_task_soon(show, stream)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            self._portal.start_task_soon(stream.cancel)
-            return future.result()
+        with _interrupts() as interrupted:
+            stream = self._portal.call(self._open, messages)
+            answer = self._portal.start_task_soon(show, stream)
+            while not futures.wait([answer], LOOK_S).done:
+                if interrupted():
+                    self._portal.start_task_soon(stream.cancel)
+                    break
+        return answer.result()
 
     async def _open(self, messages: list[dict[str, str]]) -> Stream:
         return self._engine.stream(messages=messages, sampling=self._sampling)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed meanwhile. As an exception it could come between any two steps, such as between
+    the start of a task and the assignment of what ends it."""
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def show(stream: Stream) -> Result:

@@ -12,14 +12,15 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from anyio.from_thread import BlockingPortal
 
 from compiled.step import LoadError, Runner
-from streamengine import cli, compose
+from streamengine import chat, cli, compose
 from streamengine.config import EngineConfig
 from streamengine.engine import Engine
 from streamengine.link import Progress
 from streamengine.options import ENGINE, SAMPLING, SERVER, Group
-from tests.fakes import BOS, ByteTokenizer, FakeRunner, script
+from tests.fakes import BOS, ByteTokenizer, FakeRunner, fake_kv, fake_model, script
 from tests.streamengine.guided.drawn import runner_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -416,6 +417,25 @@ main()
     assert (done.returncode, done.stderr) == (130, b"")
 
 
+def test_ctrl_c_at_the_moment_an_answer_begins_ends_it_as_well(monkeypatch, capsys):
+    """Such a moment was between the start of a task and the assignment of what would end it."""
+    runner = FakeRunner(kv=fake_kv(4097, 16), model=fake_model(60000), answer=lambda context, sampling: ord("a"))
+    use(runner, monkeypatch.setattr)
+    start = BlockingPortal.start_task_soon
+
+    def start_and_press(self, task, *arguments):
+        future = start(self, task, *arguments)
+        if task is chat.show:
+            signal.raise_signal(signal.SIGINT)
+        return future
+
+    monkeypatch.setattr(BlockingPortal, "start_task_soon", start_and_press)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert cli.run(["chat"]) == 0
+    assert set(capsys.readouterr().out) <= {"a", "\n"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_ctrl_c_in_chat_ends_the_answer_and_not_the_conversation():
     with start("chat", stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -424,8 +444,7 @@ def test_ctrl_c_in_chat_ends_the_answer_and_not_the_conversation():
         process.stdin.flush()
         assert process.stdout.read(3) == b"aaa"
         process.send_signal(signal.SIGINT)
-        while process.stdout.read(1) != b"\n":
-            pass
+        assert process.stdout.readline().endswith(b"\n")
         process.stdin.write(b"again\n")
         process.stdin.flush()
         assert process.stdout.read(3) == b"aaa"
