@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from compiled.step import KVSpec
 from streamengine.errors import StreamEngineError
 from streamengine.histogram import COUNTS, SECONDS, read
 from streamengine.server.service import Service
@@ -120,9 +121,12 @@ class Metrics:
             model = service.engine.model
             facts = {"name": model.name, "architecture": model.architecture, "dtype": model.dtype}
             yield InfoMetricFamily("streamengine_model", "What is served.", value=facts)
+            yield _cache_config(service.engine.kv)
         for key, (name, text) in GAUGES.items():
             yield GaugeMetricFamily(f"streamengine_{name}", text, value=now.get(key, 0))
         yield _waiting(now)
+        queued = now.get("waiting", 0)
+        yield GaugeMetricFamily("streamengine_requests_queued", "The same for any reason: one number.", value=queued)
         usage = now.get("kv_pages_used", 0) / max(now.get("kv_pages", 0), 1)
         yield GaugeMetricFamily("streamengine_kv_cache_usage_ratio", "Share of the pages that are held.", value=usage)
         for key, (name, text) in COUNTERS.items():
@@ -137,6 +141,12 @@ class Metrics:
             counts, total = read(totals, key, bounds)
             buckets = [(floatToGoString(bound), count) for bound, count in counts]
             yield HistogramMetricFamily(f"streamengine_{name}", text, buckets=buckets, sum_value=total)
+
+
+def _cache_config(kv: KVSpec) -> Metric:
+    """By the labels that inference gateways look for, which route by prefix."""
+    facts = {"block_size": str(kv.page_size), "num_gpu_blocks": str(kv.pages - 1)}
+    return InfoMetricFamily("streamengine_cache_config", "The KV cache: tokens a page, and pages.", value=facts)
 
 
 def _waiting(now: Mapping[str, float]) -> Metric:

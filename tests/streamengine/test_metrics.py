@@ -12,7 +12,7 @@ from streamengine.errors import EngineFailure
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.server.metrics import Metrics
 from streamengine.server.service import Service
-from tests.fakes import FakeRunner, fake_model
+from tests.fakes import FakeRunner, fake_kv, fake_model
 from tests.serving import engine_over, eventually, roomy_runner, serving
 
 
@@ -70,6 +70,19 @@ def test_a_scrape_tells_what_requests_did(served):
     assert metrics["streamengine_inter_token_latency_seconds_count"] == 27
 
 
+def test_a_gateway_finds_queue_seats_cache_use_and_the_page_size_each_in_one_series():
+    """The four that the Gateway API's inference extension asks of a model server."""
+    runner = FakeRunner(kv=fake_kv(pages=4097, page_size=16), model=fake_model(60_000))
+    with serving(engine_over(runner, max_num_seqs=1)) as served, served.connect() as client:
+        for number in range(3):
+            client.generate(f"r{number}", prompt="hello", max_tokens=50_000)
+        eventually(lambda: scrape(served)["streamengine_requests_queued"] == 2)
+        metrics = scrape(served)
+    assert metrics["streamengine_requests_running"] == 1
+    assert 0 < metrics["streamengine_kv_cache_usage_ratio"] <= 1
+    assert metrics["streamengine_cache_config_info", "16", "4096"] == 1
+
+
 def test_every_step_is_in_the_histograms(served):
     with served.connect() as client:
         client.generate(max_tokens=10)
@@ -100,6 +113,7 @@ class Restarted:
 
     status = "ready"
     model = fake_model()
+    kv = fake_kv()
 
     def __init__(self):
         self.cores = 0
