@@ -61,7 +61,13 @@ serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 test: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m 'not slow'
 
-test-slow: $(VENV)/.dev $(VENV)/.model
+# A router of another project's, for the test that we can be served behind it.
+.routers/.installed:
+	$(PYTHON) -m venv .routers
+	.routers/bin/python -m pip install --quiet smg==1.13.0
+	@touch $@
+
+test-slow: $(VENV)/.dev $(VENV)/.model .routers/.installed
 	$(RUN) pytest -m 'slow and not exhaustive'
 
 test-models: $(VENV)/.dev $(VENV)/.model
@@ -100,5 +106,5 @@ format: $(VENV)/.dev
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
