@@ -82,12 +82,12 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None =
     samplings = list(map(attrgetter("sampling"), rows))
     if not samplings:
         return ()
-    options, numbers = np.zeros((5, len(rows))), np.zeros(len(rows))
+    options = np.zeros((6, len(rows)))
     kinds = np.full(len(rows), Kind.GREEDY)
     if any(map(attrgetter("temperature"), samplings)):
-        options = np.fromiter(chain.from_iterable(map(_OPTIONS, samplings)), np.float64).reshape(-1, 5).T
-        kinds = _kinds(*options)
-        numbers = uniform(np.fromiter(map(attrgetter("seed"), samplings), np.int64), draw_at)
+        options[:5] = np.fromiter(chain.from_iterable(map(_OPTIONS, samplings)), np.float64).reshape(-1, 5).T
+        kinds = _kinds(*options[:5])
+        options[5] = uniform(np.fromiter(map(attrgetter("seed"), samplings), np.int64), draw_at)
     edited = np.fromiter(map(attrgetter("edits"), samplings), bool)
     if masks is not None:
         edited |= masks >= 0
@@ -101,7 +101,7 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None =
             if kind % 2:
                 barring = np.full(len(few), -1) if masks is None else masks[few]
                 edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist(), barring)
-            parts.append(Part(Kind(kind // 2), few, edits, *options[:, few], numbers[few]))
+            parts.append(Part(Kind(kind // 2), few, edits, *options[:, few]))
     return tuple(parts)
 
 
