@@ -115,7 +115,7 @@ class Choice:
 
     def _finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
         if finish.reason == "error":
-            self.log.fail(from_code(finish.cause, finish.message))
+            self.log.fail(from_code(finish.cause, finish.message, param=finish.param))
         elif finish.reason == "cancelled" and finish.cause == QUEUE_TIMEOUT:
             self.log.fail(QueueTimeout(f"no step for it within {queue_s} s", param="queue_s"))
         else:

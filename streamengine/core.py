@@ -265,7 +265,7 @@ class _Core:
                 self._refuse(request, error)
 
     def _refuse(self, request: Request, error: StreamEngineError) -> None:
-        self._end(request, Finish("error", error.code, error.message))
+        self._end(request, Finish("error", error.code, error.message, error.param))
         if self._tracer:
             self._tracer.aborted(request.id, error.code, self._clock())
 
