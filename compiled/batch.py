@@ -8,16 +8,24 @@ kv_indptr 0       n_A …            where each row's pages begin in kv_indices
 rows_R        2   3                index of the tokens whose logits are wanted: first those that a token is
                                    sampled after, then those whose next token is known and scored
 ```
+
+No row is looped over in Python: fields are gathered by iterators written in C, and counted by numpy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_not
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compiled.sampling_batch import Part, prepare
-from compiled.step import Step
+from compiled.step import Row, Step
+
+_FIELDS = attrgetter("tokens", "start", "pages", "sampling", "drafts", "targets")
 
 
 @dataclass(frozen=True)
@@ -47,56 +55,82 @@ class Batch:
 
 def build(step: Step, page_size: int, smallest: int) -> Batch:
     """Flatten ``step``; tokens and logit rows are padded up to ``smallest``."""
-    rows = step.rows
-    lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
-    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    ends = starts + lengths
+    tokens, starts, tables, samplings, drafts, known = zip(*map(_FIELDS, step.rows), strict=True)
+    lengths = _lengths(tokens)
+    ends = _integers(starts) + lengths
     pages = -(-ends // page_size)
-    first = np.concatenate(([0], np.cumsum(lengths)))
-    total = int(first[-1])
-    ids = np.zeros(max(total, smallest), np.int64)
-    ids[:total] = np.fromiter((token for row in rows for token in row.tokens), np.int64, total)
-    positions = np.zeros(max(total, smallest), np.int64)
-    positions[:total] = np.arange(total) - np.repeat(first[:-1] - starts, lengths)
-    indices = [page for row, count in zip(rows, pages, strict=True) for page in row.pages[:count]]
-    samples = np.fromiter((0 if row.sampling is None else 1 + row.drafts for row in rows), np.int64, len(rows))
-    scores = np.fromiter((len(row.targets) for row in rows), np.int64, len(rows))
-    wanted = np.concatenate((_runs(first[1:] - samples, samples), _runs(first[:-1], scores)))
-    logit_rows = np.zeros(max(len(wanted), smallest), np.int64)
-    logit_rows[: len(wanted)] = wanted
-    owners = [row for row in rows if row.sampling is not None for _ in range(1 + row.drafts)]
-    targets = np.fromiter((token for row in rows for token in row.targets), np.int64, len(wanted) - len(owners))
+    qo_indptr, kv_indptr = _pointers(lengths), _pointers(pages)
+    total = int(qo_indptr[-1])
+    positions = np.arange(total) + np.repeat(ends - qo_indptr[1:], lengths)
+    used = chain.from_iterable(map(getitem, tables, map(slice, pages.tolist())))
+    samples = np.fromiter(map(is_not, samplings, repeat(None)), np.int64, len(samplings)) * (1 + _integers(drafts))
+    sampled = _Owned.by(step.rows, samples)
+    scores = _lengths(known)
+    scored = _Owned.by(step.rows, scores)
+    wanted = np.concatenate((sampled.count_from(qo_indptr[1:] - samples), scored.count_from(qo_indptr[:-1])))
     return Batch(
-        ids_T=torch.from_numpy(ids),
-        positions_T=torch.from_numpy(positions),
-        rows_R=torch.from_numpy(logit_rows),
-        qo_indptr=_int32(first),
-        kv_indptr=_int32(np.concatenate(([0], np.cumsum(pages)))),
-        kv_indices=torch.tensor(indices, dtype=torch.int32),
+        ids_T=_padded(np.fromiter(chain.from_iterable(tokens), np.int64, total), smallest),
+        positions_T=_padded(positions, smallest),
+        rows_R=_padded(wanted, smallest),
+        qo_indptr=_int32(qo_indptr),
+        kv_indptr=_int32(kv_indptr),
+        kv_indices=torch.from_numpy(np.fromiter(used, np.int32, int(kv_indptr[-1]))),
         kv_last_page_len=_int32(ends - (pages - 1) * page_size),
         samples=tuple(samples.tolist()),
         scores=tuple(scores.tolist()),
-        sampling=prepare(owners, _runs(ends + 1 - samples, samples), _masks(step)),
-        targets=torch.from_numpy(targets),
-        tops=(
-            *(None if row.sampling is None else row.sampling.logprobs for row in owners),
-            *(row.targets_top for row in rows for _ in row.targets),
+        sampling=prepare(
+            sampled.rows, sampled.count_from(ends + 1 - samples), None if step.masks is None else _masks(sampled)
         ),
+        targets=torch.from_numpy(np.fromiter(chain.from_iterable(known), np.int64, len(scored.rows))),
+        tops=(*map(attrgetter("sampling.logprobs"), sampled.rows), *map(attrgetter("targets_top"), scored.rows)),
     )
 
 
-def _masks(step: Step) -> np.ndarray | None:
-    """The bitmask's row of each row that is sampled, -1 where there is none."""
-    if step.masks is None:
-        return None
-    rows = (row for row in step.rows if row.sampling is not None)
-    return np.array([-1 if row.mask is None else row.mask + i for row in rows for i in range(1 + row.drafts)])
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Logit rows that belong to rows of the step, some to each: ``rows[j]`` = step's ``owners[j]``-th, of whose
+    ``offsets[j]``-th logit row it is."""
+
+    rows: Sequence[Row]
+    owners: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def by(cls, rows: Sequence[Row], counts: np.ndarray) -> "_Owned":
+        owners = np.repeat(np.arange(len(rows)), counts)
+        offsets = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+        return cls(list(map(rows.__getitem__, owners.tolist())), owners, offsets)
+
+    def count_from(self, begins: np.ndarray) -> np.ndarray:
+        """``begins[i], begins[i] + 1, …`` for the logit rows of row i."""
+        counted: np.ndarray = begins[self.owners] + self.offsets
+        return counted
 
 
-def _runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``begins[i], begins[i] + 1, …``, ``counts[i]`` of them, for each i."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+def _masks(sampled: _Owned) -> np.ndarray:
+    """The bitmask's row of each logit row that is sampled, -1 where there is none."""
+    first = np.array(list(map(attrgetter("mask"), sampled.rows)), np.float64)  # None becomes NaN
+    return np.where(np.isnan(first), -1, first + sampled.offsets).astype(np.int64)
+
+
+def _integers(values: Sequence[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64, len(values))
+
+
+def _lengths(values: Sequence[Sequence[Any]]) -> np.ndarray:
+    return np.fromiter(map(len, values), np.int64, len(values))
+
+
+def _pointers(counts: np.ndarray) -> np.ndarray:
+    """Where each of so many begins, and where the last ends."""
+    pointers = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=pointers[1:])
+    return pointers
+
+
+def _padded(values: np.ndarray, smallest: int) -> Tensor:
+    missing = smallest - len(values)
+    return torch.from_numpy(values if missing <= 0 else np.concatenate((values, np.zeros(missing, np.int64))))
 
 
 def _int32(values: np.ndarray) -> Tensor:

@@ -6,10 +6,11 @@ warm-up. All calls must come from one thread, because torch's inference state be
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, repeat
+from operator import attrgetter, is_not
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,10 +88,12 @@ class CpuRunner:
         self._run = run
         self._make_attention = attention
         self._facts: dict[str, float] = {}
-        self._steps = self._tokens = self._broken_rows = 0
-        self._seconds = 0.0
         self._watch: Watch | None = None
-        self._compilations = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._broken_rows = self._compilations = 0
+        self._seconds = self._forward_seconds = self._sample_seconds = 0.0
 
     def allocate(self, store: KVStore) -> None:
         """Use ``store`` from now on."""
@@ -104,12 +107,12 @@ class CpuRunner:
 
     def submit(self, step: Step) -> FinishedStep:
         started = time.perf_counter()
-        assert not any(row.pending for row in step.rows), "a runner of depth 1 has no step in flight"
+        assert not any(map(attrgetter("pending"), step.rows)), "a runner of depth 1 has no step in flight"
         with torch.inference_mode():
             tokens, drawn, scores = self._execute(step)
         seconds = time.perf_counter() - started
         self._steps += 1
-        self._tokens += sum(len(row.tokens) for row in step.rows)
+        self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._seconds += seconds
         if self._watch is not None:
             for what in self._watch.look():
@@ -119,31 +122,41 @@ class CpuRunner:
 
     def _execute(self, step: Step) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
         """For each row: tokens, their log-probabilities, and those of its targets."""
-        batch, logits_RV = self._forward(step)
+        batch = self._prepare(step)
+        started = time.perf_counter()
+        logits_RV = self._forward(batch)
+        computed = time.perf_counter()
         sampled = sum(batch.samples)
         tokens_R, broken = sample(logits_RV[:sampled], batch.sampling, step.masks)
         if broken and not self._broken_rows:
             log.error("step %d: %d rows of the model's logits hold NaN; such ids are not drawn", step.number, broken)
         self._broken_rows += broken
-        tokens = tuple(_per_row(tokens_R.tolist(), batch.samples))
+        self._forward_seconds += computed - started
+        self._sample_seconds += time.perf_counter() - computed
+        tokens = _per_row(tokens_R.tolist(), batch.samples)
+        if not any(map(is_not, batch.tops, repeat(None))):
+            return tokens, (), ()
         found = logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
         drawn, scores = _per_row(found[:sampled], batch.samples), _per_row(found[sampled:], batch.scores)
         return tokens, _asked(drawn), _asked(scores)
 
-    def _forward(self, step: Step) -> tuple[batches.Batch, Tensor]:
+    def _prepare(self, step: Step) -> batches.Batch:
         for source, target in step.copies:
             self._store.copy(source, target)
         batch = batches.build(step, self.kv.page_size, program.SMALLEST)
         self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        return batch
+
+    def _forward(self, batch: batches.Batch) -> Tensor:
         logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
         # Without the rows that pad the step and the ids that pad the head.
-        return batch, logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
+        return logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
     def logits(self, step: Step) -> Tensor:
         """Logits ``[R, V]`` of the rows that sample, then of those that score, without sampling: for tests and
         self-checks."""
         with torch.inference_mode():
-            return self._forward(step)[1].clone()
+            return self._forward(self._prepare(step)).clone()
 
     def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
         """Raises LoadError where the logits are not the expected ones."""
@@ -166,25 +179,28 @@ class CpuRunner:
             )
             self.submit(Step(0, tuple(rows)))
         self.note(warmup_seconds=self._seconds)
-        self._steps = self._tokens = self._broken_rows = 0
-        self._seconds = 0.0
-        self._watch, self._compilations = Watch(), 0
+        self._reset()
+        self._watch = Watch()
 
     def statistics(self) -> dict[str, float]:
+        """Of the steps' seconds, ``forward_seconds`` went into pieces and attention, ``sample_seconds`` into choosing
+        tokens, ``host_seconds`` into all else: batch, plan, log-probabilities, results."""
         return self._facts | {
             "steps": self._steps,
             "step_tokens": self._tokens,
             "step_seconds": self._seconds,
+            "forward_seconds": self._forward_seconds,
+            "sample_seconds": self._sample_seconds,
+            "host_seconds": self._seconds - self._forward_seconds - self._sample_seconds,
             "broken_rows": self._broken_rows,
             "compilations_after_ready": self._compilations,
             "kv_bytes": self.kv.pages * self.kv.page_bytes,
         }
 
 
-def _per_row(items: Iterable[_T], counts: Iterable[int]) -> Iterator[tuple[_T, ...]]:
+def _per_row(items: Sequence[_T], counts: Sequence[int]) -> _PerRow[_T]:
     """The next ``counts[i]`` items for row i."""
-    rest = iter(items)
-    return (tuple(islice(rest, count)) for count in counts)
+    return tuple(map(tuple(items).__getitem__, map(slice, accumulate(counts, initial=0), accumulate(counts))))
 
 
 def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from compiled.philox import uniform
 from compiled.step import Row, Sampling
 
 ROWS_AT_ONCE = 16
+_OPTIONS = attrgetter("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 class Kind(IntEnum):
@@ -77,31 +79,37 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None =
     """All logit rows that are sampled. ``rows[i]`` owns the i-th, which gives the token at position ``draw_at[i]``: a
     row with drafts comes once for each of its tokens. All have a sampling. ``masks[i]`` is its row in the step's
     bitmask, or -1."""
-    samplings = [row.sampling or Sampling() for row in rows]
-    masks = np.full(len(rows), -1) if masks is None else masks
-    groups: dict[tuple[Kind, bool], list[int]] = {}
-    for i, sampling in enumerate(samplings):
-        groups.setdefault((_kind(sampling), sampling.edits or bool(masks[i] >= 0)), []).append(i)
-    numbers = np.zeros((6, len(rows)))
-    if any(kind is not Kind.GREEDY for kind, _ in groups):
-        numbers[:5] = np.array([(s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p) for s in samplings]).T
-        numbers[5] = uniform(np.array([s.seed for s in samplings]), draw_at)
+    samplings = list(map(attrgetter("sampling"), rows))
+    if not samplings:
+        return ()
+    options = np.zeros((6, len(rows)))
+    kinds = np.full(len(rows), Kind.GREEDY)
+    if any(map(attrgetter("temperature"), samplings)):
+        options[:5] = np.fromiter(chain.from_iterable(map(_OPTIONS, samplings)), np.float64).reshape(-1, 5).T
+        kinds = _kinds(*options[:5])
+        options[5] = uniform(np.fromiter(map(attrgetter("seed"), samplings), np.int64), draw_at)
+    edited = np.fromiter(map(attrgetter("edits"), samplings), bool)
+    if masks is not None:
+        edited |= masks >= 0
     parts = []
-    for (kind, edited), members in groups.items():
+    alike = 2 * kinds + edited
+    for kind in sorted(set(alike.tolist())):
+        (members,) = (alike == kind).nonzero()
         for start in range(0, len(members), ROWS_AT_ONCE):
             few = members[start : start + ROWS_AT_ONCE]
             edits = None
-            if edited:
-                edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist(), masks[few])
-            parts.append(Part(kind, np.array(few), edits, *numbers[:, few]))
+            if kind % 2:
+                barring = np.full(len(few), -1) if masks is None else masks[few]
+                edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist(), barring)
+            parts.append(Part(Kind(kind // 2), few, edits, *options[:, few]))
     return tuple(parts)
 
 
-def _kind(sampling: Sampling) -> Kind:
-    if not sampling.temperature:
-        return Kind.GREEDY
-    cut = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.typical_p < 1
-    return Kind.CUT if cut else Kind.WHOLE
+def _kinds(
+    temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, typical_p: np.ndarray
+) -> np.ndarray:
+    cut = (top_k != 0) | (top_p < 1) | (min_p != 0) | (typical_p < 1)
+    return np.where(temperature == 0, Kind.GREEDY, np.where(cut, Kind.CUT, Kind.WHOLE))
 
 
 def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence[int], masks: np.ndarray) -> Edits:

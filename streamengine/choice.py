@@ -70,7 +70,7 @@ class Choice:
             tokens, end_token = tokens[:-1], tokens[-1]
         self._append(self._detokenizer.push(tokens))
         if finish is not None:
-            self._append(self._detokenizer.finish(end_token))
+            self._append(self._detokenizer.finish(end_token, cut=finish.reason != "stop"))
         # A stop string that the last allowed token completes comes before the length.
         if self._detokenizer.stop_sequence is not None:
             self._end("stop", now)
@@ -79,13 +79,13 @@ class Choice:
 
     def finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
         """End it with what there is."""
-        self._append(self._detokenizer.finish())
+        self._append(self._detokenizer.finish(cut=True))
         self._finish(finish, now, queue_s)
 
     def fail(self, error: StreamEngineError) -> None:
         """End it in ``error``, after the text that was held."""
         if not self.over:
-            self._append(self._detokenizer.finish())
+            self._append(self._detokenizer.finish(cut=True))
         self.log.fail(error)
 
     def spell(self, logprobs: Sequence[Logprob]) -> list[TokenLogprob]:
@@ -115,7 +115,7 @@ class Choice:
 
     def _finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
         if finish.reason == "error":
-            self.log.fail(from_code(finish.cause, finish.message))
+            self.log.fail(from_code(finish.cause, finish.message, param=finish.param))
         elif finish.reason == "cancelled" and finish.cause == QUEUE_TIMEOUT:
             self.log.fail(QueueTimeout(f"no step for it within {queue_s} s", param="queue_s"))
         else:

@@ -265,7 +265,7 @@ class _Core:
                 self._refuse(request, error)
 
     def _refuse(self, request: Request, error: StreamEngineError) -> None:
-        self._end(request, Finish("error", error.code, error.message))
+        self._end(request, Finish("error", error.code, error.message, error.param))
         if self._tracer:
             self._tracer.aborted(request.id, error.code, self._clock())
 
@@ -275,7 +275,8 @@ class _Core:
     def _abort(self, request: int, cause: str, index: int | None = None) -> None:
         if self._tracer:
             self._tracer.aborted(request, cause, self._clock(), index)
-        if self._guide.cancel(request):
+        # An answer by itself ends only where it has begun, as in the scheduler.
+        if index is None and self._guide.cancel(request):
             self._end(self._unguided.pop(request)[0], Finish("cancelled", cause))
         self._deltas += self._scheduler.abort(request, cause, index)
 

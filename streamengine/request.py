@@ -57,11 +57,12 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 class Finish(msgspec.Struct, frozen=True):
     """Why a request ended. ``cause`` says more: ``stop_token``, ``max_tokens``, an abort's reason,
-    or an error's code (then ``message`` is its text)."""
+    or an error's code (then ``message`` is its text and ``param`` the field at fault)."""
 
     reason: FinishReason
     cause: str = ""
     message: str = ""
+    param: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -7,7 +7,7 @@ from compiled.step import Logprob, Row
 from streamengine.errors import GrammarError
 from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN
 from streamengine.guided.grammar import Constraint
-from streamengine.request import Delta, Finish, Sequence
+from streamengine.request import Delta, Finish, Request, Sequence
 from streamengine.speculation import accepted
 
 _PLACEHOLDER = 0
@@ -146,7 +146,7 @@ def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...],
     request, constraint = sequence.request, sequence.constraint
     left = request.max_tokens - sequence.answered
     if constraint is not None and (error := constraint.error):
-        return (), _broken(error)  # what was drawn was drawn under a mask that is none
+        return (), _broken(error, request)  # what was drawn was drawn under a mask that is none
     for count, token in enumerate(tokens, 1):
         sequence.tokens.append(token)
         if token in request.stop_token_ids:
@@ -155,14 +155,15 @@ def _take(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...],
             if constraint.take(token):
                 return tokens[:count], COMPLETE
             if error := constraint.error:
-                return tokens[:count], _broken(error)
+                return tokens[:count], _broken(error, request)
         if count == left:
             return tokens[:count], MAX_TOKENS
     return tokens, None
 
 
-def _broken(error: str) -> Finish:
-    return Finish("error", GrammarError.code, f"the grammar cannot be followed: {error}")
+def _broken(error: str, request: Request) -> Finish:
+    param = "tools" if request.grammar is not None and request.grammar.kind == "tools" else "response_format"
+    return Finish("error", GrammarError.code, f"the grammar cannot be followed: {error}", param)
 
 
 def scores_of(sequence: Sequence, row: Row, scores: tuple[Logprob, ...]) -> tuple[Logprob, ...]:

@@ -86,28 +86,29 @@ class Detokenizer:
             entries += self._release()
         return entries
 
-    def finish(self, end_token: int | None = None) -> list[Entry]:
-        """Everything held; the answer is over. ``end_token`` is the one that ended it: it gives no text."""
+    def finish(self, end_token: int | None = None, *, cut: bool = False) -> list[Entry]:
+        """Everything held; the answer is over, though it would have gone on if it was ``cut``. ``end_token`` is the one
+        that ended it: it gives no text."""
         if self._ended:
             return []
         self._ended = True
         if self._waiting:
             # Something is held, so the newest token is here to carry it.
             token, text = self._waiting[-1]
-            text += self._read(self._window.flush(), last=True)
+            text += self._read(self._window.flush(), last=True, cut=cut)
             self._waiting[-1] = (token, text + self._stops.flush())
         if end_token is not None:
             self._waiting.append((end_token, ""))
         return self._release()
 
-    def _read(self, text: str, *, last: bool = False) -> str:
+    def _read(self, text: str, *, last: bool = False, cut: bool = False) -> str:
         """The text of the newest token, without what is held back."""
         armed = self._before_stops <= 0
         if self._calls is None:
             return self._stops.feed(text, armed=armed)
         self._pieces += self._calls.feed(text)
         if last:
-            self._pieces += self._calls.finish()
+            self._pieces += self._calls.finish(cut=cut)
         said = ""
         while self._pieces and (not said or self._pieces[0].call is self._call):
             text, call = self._pieces.pop(0)

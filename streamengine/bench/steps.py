@@ -1,4 +1,4 @@
-"""How long steps take, and how far that is from what the machine can do.
+"""How long steps take, how far that is from what the machine can do, and what of it is not the model.
 
 A decoding step must read every weight once, and a prompt must multiply by every weight once per token; so
 decode is held against the memory bandwidth and prefill against the matrix product, both measured here, on
@@ -20,6 +20,8 @@ DECODE_BATCHES = (1, 8, 32)
 PREFILL_TOKENS = (128, 512, 2048)
 CONTEXT = 128
 REPEATS = 7
+PARTS = ("host", "sample")
+"""What a runner counts apart from the forward pass."""
 
 
 def measure(config: EngineConfig, report: Callable[[Progress], None], show: Callable[[str], None]) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def measure(config: EngineConfig, report: Callable[[Progress], None], show: Call
     for row in result["decode"]:
         show(
             f"decode    batch {row['batch']:>4}  {row['ms']:8.1f} ms a step  {row['tokens_per_s']:8.1f} tokens/s  "
-            f"{row['percent_of_read']:5.1f} % of the read ceiling"
+            f"{row['percent_of_read']:5.1f} % of the read ceiling  "
+            f"host {row['host_us']:5.0f} µs, sampler {row['sample_us']:5.0f} µs"
         )
     for row in result["prefill"]:
         show(
@@ -72,32 +75,38 @@ def _decode(runner: Runner, batch: int, weights: float, read_gb_s: float) -> dic
     rows = tuple(
         Row(i, (1,), CONTEXT, tuple(range(1 + i * pages, 1 + (i + 1) * pages)), Sampling()) for i in range(batch)
     )
-    seconds = _median(runner, Step(0, rows))
+    seconds, beside = _median(runner, Step(0, rows))
     return {
         "batch": batch,
         "ms": seconds * 1e3,
         "tokens_per_s": batch / seconds,
         "percent_of_read": 100 * weights / seconds / (read_gb_s * 1e9),
+        **beside,
     }
 
 
 def _prefill(runner: Runner, tokens: int, flop_per_token: float, ceilings: dict[str, float]) -> dict[str, float]:
     pages = _pages(runner, tokens)
-    seconds = _median(runner, Step(0, (Row(0, (1,) * tokens, 0, tuple(range(1, 1 + pages)), Sampling()),)))
+    seconds, beside = _median(runner, Step(0, (Row(0, (1,) * tokens, 0, tuple(range(1, 1 + pages)), Sampling()),)))
     gflop_s = tokens * flop_per_token / seconds / 1e9
     return {
         "tokens": tokens,
         "ms": seconds * 1e3,
         "tokens_per_s": tokens / seconds,
         "percent_of_multiply": 100 * gflop_s / ceilings["multiply_gflop_s"],
+        **beside,
     }
 
 
-def _median(runner: Runner, step: Step) -> float:
+def _median(runner: Runner, step: Step) -> tuple[float, dict[str, float]]:
+    """Seconds of ``step``, and the microseconds of its parts outside of the model's pieces and attention."""
     runner.submit(step).wait()
-    times = []
+    runs = []
     for _ in range(REPEATS):
+        before = runner.statistics()
         started = time.perf_counter()
         runner.submit(step).wait()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        seconds, after = time.perf_counter() - started, runner.statistics()
+        runs.append((seconds, *(1e6 * (after[f"{part}_seconds"] - before[f"{part}_seconds"]) for part in PARTS)))
+    seconds, *beside = map(statistics.median, zip(*runs, strict=True))
+    return seconds, {f"{part}_us": micros for part, micros in zip(PARTS, beside, strict=True)}

@@ -79,8 +79,11 @@ class CallParser:
             pass
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """No more comes: what looked like the beginning of a call is text after all."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """No more comes: what looked like the beginning of a call is text after all. Of an answer that was ``cut``
+        nobody knows, and half a marker is nothing to read: then it is dropped."""
+        if cut:
+            return []
         held, self._rest = (self._rest, "") if self.holds else ("", self._rest)
         return [Piece(held)] if held else []
 

@@ -87,7 +87,8 @@ def _grammar(asked: Text | JsonObject | JsonSchema | Regex | Lark | Choices) -> 
         case JsonObject():
             return Grammar(kind="json_schema", text='{"type":"object"}')
         case JsonSchema(json_schema=named):
-            return Grammar(kind="json_schema", text=schema.prepare(named.schema), lenient=named.strict is False)
+            lenient = named.strict is False
+            return Grammar(kind="json_schema", text=schema.prepare(named.schema, lenient=lenient), lenient=lenient)
         case Regex(regex=pattern):
             _check_repeats(pattern)
             return Grammar(kind="regex", text=pattern)

@@ -16,10 +16,12 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from streamengine.errors import GrammarError
-from streamengine.guided import schema, tools
+from streamengine.guided import tools
 from streamengine.guided.grammar import WHITESPACE, Grammar
+from streamengine.guided.normal import engine_options
+from streamengine.guided.places import places_of
 
-LIMITS = LLParserLimits(initial_lexer_fuel=5_000_000, max_items_in_row=5_000, verbose_errors=False)
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 5_000_000, "max_items_in_row": 5_000, "verbose_errors": False}
 """Wider than the engine's own: 400 optional properties are 400 ways on at once."""
 
 _BROKEN = frozenset({"ParserTooComplex", "LexerTooComplex", "InternalError"})
@@ -66,7 +68,7 @@ class Vocabulary:
             GrammarError: it is broken, too large, or asks for what cannot be enforced; with the engine's reason.
         """
         self._check_added(grammar)
-        matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error():
             # An endless chain of references shows only now.
             matcher.compute_bitmask()
@@ -205,10 +207,22 @@ def accepts(vocabulary: Vocabulary, matcher: Matcher, text: str) -> bool:
     return whole.accepting or whole.stopped
 
 
+def parts_of(grammar: Grammar) -> list[str]:
+    """What the engine compiles of it, in its words, as far as it needs no model: markup of tools names tokens that only
+    that has; their schemas do not."""
+    if grammar.kind != "tools":
+        return [_source(grammar)]
+    return [_source(Grammar(kind="json_schema", text=text)) for _, text in tools.schemas_of(grammar)]
+
+
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            options: Any = {"lenient": grammar.lenient, "whitespace_pattern": WHITESPACE}
+            options: Any = {
+                "lenient": grammar.lenient,
+                "whitespace_pattern": WHITESPACE,
+                **engine_options(grammar.text),
+            }
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
@@ -225,6 +239,6 @@ def _reason(engine: LLMatcher, grammar: Grammar | None = None) -> str:
         return "the grammar has no end: nothing satisfies it"
     if grammar is not None and grammar.kind == "json_schema" and (keys := _UNSUPPORTED.search(lines[0])):
         refused = _NAME.findall(keys.group(1))
-        return f"{', '.join(refused)} cannot be enforced, at {', '.join(schema.places_of(grammar.text, refused))}"
+        return f"{', '.join(refused)} cannot be enforced, at {', '.join(places_of(grammar.text, refused))}"
     error = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0]} {error}".strip()

@@ -15,12 +15,13 @@ from streamengine.checks import shown
 from streamengine.errors import GrammarError, InvalidRequest
 from streamengine.guided import schema
 from streamengine.guided.grammar import WHITESPACE, Grammar
+from streamengine.guided.normal import engine_options
 
 MAX_TOOLS = 128
 MAX_BYTES = schema.MAX_BYTES
 """Of the schemas of all tools."""
 
-_OPTIONS = {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
+_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
 """How the engine reads a schema within a grammar; what a client says of that is dropped before."""
 
 
@@ -175,7 +176,8 @@ def _read_schema(parameters: dict[str, Any] | None, place: str) -> str:
         raise GrammarError(f"{place}.type must be 'object', not {shown(parameters['type'])}", param=place)
     try:
         prepared = schema.prepare({"type": "object", **parameters})
-        return msgspec.json.encode({**_OPTIONS, **msgspec.json.decode(prepared)}).decode()
+        options = {"x-guidance": {**_OPTIONS, **engine_options(prepared)}}
+        return msgspec.json.encode({**options, **msgspec.json.decode(prepared)}).decode()
     except GrammarError as error:
         raise GrammarError(f"{place}: {error.message}", param=place) from error
 

@@ -1,29 +1,25 @@
-"""Whether a grammar compiles within bounds, tried where it can be stopped.
+"""Whether a grammar compiles within bounds, tried where it can be stopped, or crash.
 
 The grammar engine bounds what it does by fuel of its own, except where regular expressions are intersected: thirty
 small patterns in an ``allOf`` keep its constructor busy for ever, at a hundred megabytes a second, in a thread that
-nothing can end. So whatever has expressions of a client's is first compiled in a process with limits. It says
-nothing but that it has come to an end; what is wrong with a grammar the real compile tells.
+nothing can end. And where it counts beyond its integers it recurses until the process dies. So each grammar is first
+compiled in a process with limits. It says nothing but that it has come to an end; what is wrong with a grammar the
+real compile tells.
 """
 
-import resource
 import subprocess
 import sys
-import time
 from contextlib import suppress
-from math import ceil
+from pathlib import Path
 from select import select
 from threading import Lock
 
 import msgspec
 
 from streamengine.errors import GrammarError
-from streamengine.guided import tools
+from streamengine.guided import attempt
+from streamengine.guided.attempt import CPU_S, MEMORY_BYTES
 from streamengine.guided.grammar import Grammar
-
-CPU_S = 4
-MEMORY_BYTES = 2 * 2**30
-"""Of the process's addresses; it begins with a quarter of that."""
 
 PATIENCE_S = 30.0
 """The limit is on its time on a processor; this is for one that does not get any."""
@@ -39,13 +35,15 @@ class Trial:
         self._closed = False
 
     def check(self, grammar: Grammar) -> None:
-        """Raises GrammarError: it would take too much time or memory to compile."""
-        if not _has_expressions(grammar):
-            return
+        """Raises GrammarError: compiling it takes too much time or memory, or crashes."""
+        # Most fronts never need the grammar engine, and it takes a while to import.
+        from streamengine.guided.matcher import LIMITS, parts_of
+
+        question = msgspec.json.encode([LIMITS, parts_of(grammar)]) + b"\n"
         worker = self._take()
-        if worker is None or not _compiles(worker, grammar):
+        if worker is None or not _compiles(worker, question):
             self._drop(worker)
-            raise GrammarError(f"it would take more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile")
+            raise GrammarError(f"it cannot be compiled within {CPU_S} s and {MEMORY_BYTES >> 20} MiB")
         with self._lock:
             self._busy.discard(worker)
             self._idle.append(worker)
@@ -76,52 +74,17 @@ class Trial:
                 self._busy.discard(worker)
 
 
-def _has_expressions(grammar: Grammar) -> bool:
-    """A schema without patterns holds none but the engine's own."""
-    return grammar.kind in ("regex", "lark") or '"pattern' in grammar.text
-
-
 def _start() -> "subprocess.Popen[bytes]":
-    program = [sys.executable, "-m", "streamengine.guided.trial"]
+    program = [sys.executable, "-P", str(Path(attempt.__file__))]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-def _compiles(worker: "subprocess.Popen[bytes]", grammar: Grammar) -> bool:
+def _compiles(worker: "subprocess.Popen[bytes]", question: bytes) -> bool:
     assert worker.stdin is not None
     assert worker.stdout is not None
     with suppress(OSError):
-        worker.stdin.write(msgspec.json.encode(grammar) + b"\n")
+        worker.stdin.write(question)
         worker.stdin.flush()
         ready, _, _ = select([worker.stdout], [], [], PATIENCE_S)
         return bool(ready) and worker.stdout.readline() == b"\n"
     return False
-
-
-def main() -> None:
-    """Answer each line, which is a grammar, by an empty one; or die."""
-    # Not before the limits: they count what numpy and the engine map.
-    from streamengine.guided.matcher import Vocabulary
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = Vocabulary.of_bytes()
-    for line in sys.stdin.buffer:
-        grammar = msgspec.json.decode(line, type=Grammar)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (ceil(time.process_time()) + CPU_S, hard))
-        for one in _parts(grammar):
-            with suppress(GrammarError):
-                vocabulary.compile(one)
-        sys.stdout.buffer.write(b"\n")
-        sys.stdout.buffer.flush()
-
-
-def _parts(grammar: Grammar) -> list[Grammar]:
-    """Markup of tools names tokens that only the model has; their schemas do not."""
-    if grammar.kind != "tools":
-        return [grammar]
-    return [Grammar(kind="json_schema", text=text) for _, text in tools.schemas_of(grammar)]
-
-
-if __name__ == "__main__":
-    main()

@@ -54,6 +54,24 @@ def joined(pieces: Sequence[Piece]) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.marker)
+def test_an_answer_that_is_cut_shows_no_markup_wherever_it_is_cut(format: CallFormat) -> None:
+    said = "" if format.leads else "so "
+    calls = [("get", '{"a": 1}'), ("get_x", "{}")]
+    text = said + format.write(calls if format.between else calls[:1])
+    for end in range(len(text)):
+        parser = CallParser(format)
+        pieces = [*parser.feed(text[:end]), *parser.finish(cut=True)]
+        told = joined(pieces)
+        texts = [part for part in told if isinstance(part, str)]
+        assert texts in ([], [said[:end]])
+        assert [part for part in told if part not in texts] in (
+            *([["get", '{"a": 1}'[:size]]] for size in range(1, 9)),
+            *([["get", '{"a": 1}'], ["get_x", "{}"[:size]]] for size in (1, 2)),
+            [],
+        )
+
+
 def whole(format: CallFormat, text: str) -> bool:
     parser = CallParser(format)
     parser.feed(text)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -19,6 +20,7 @@ from compiled.step import LoadError, StepResult
 from streamengine.config import EngineConfig
 from streamengine.core import MAX_FAILED_STEPS, run_core
 from streamengine.errors import StartupError
+from streamengine.guided.grammar import Grammar
 from streamengine.link import (
     Abort,
     AskStatistics,
@@ -40,7 +42,7 @@ from streamengine.link import (
 )
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
-from tests.fakes import GREEDY, FakeHandle, FakeRunner, fake_kv, fake_model, oracle
+from tests.fakes import GREEDY, FakeHandle, FakeRunner, byte_tokenizer_json, fake_kv, fake_model, oracle
 
 WAIT_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -383,6 +385,24 @@ def test_an_abort_in_the_same_frame_as_its_submit_ends_the_request_before_any_st
         front.send(submit(1), Abort(1, "client"))
         assert front.finish(1)[1] == ([], Finish("cancelled", "client"))
         assert runner.steps == []
+
+
+def test_an_abort_of_one_answer_that_has_not_begun_leaves_all_of_them(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
+    wanted: dict[str, Any] = {"prompt": (1, 2), "max_tokens": 9, "sampling": GREEDY, "n": 2}
+    grammar = Grammar(kind="regex", text="[a-c]{3}!")
+    with core(FakeRunner(fake_kv(pages=65), model=fake_model(64, str(tmp_path)))) as front:
+        requests = [Request(id=1, grammar=grammar, **wanted), Request(id=2, **wanted)]
+        front.send(*map(Submit, requests), *(Abort(request.id, "stop", 1) for request in requests))
+        ends: dict[tuple[int, int], Finish] = {}
+        while len(ends) < 4:
+            ends |= {(delta.request, delta.index): delta.finish for delta in front.deltas() if delta.finish}
+        assert {place: end.reason for place, end in ends.items()} == {
+            (1, 0): "stop",
+            (1, 1): "stop",
+            (2, 0): "length",
+            (2, 1): "length",
+        }
 
 
 def test_an_abort_of_an_unknown_or_ended_request_is_ignored():

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.fakes import EOS, FakeRunner, fake_model, oracle
+from tests.fakes import EOS, FakeRunner, byte_tokenizer_json, fake_kv, fake_model, oracle
 from tests.serving import PATIENCE_S, Served, engine_over, eventually, roomy_runner, serving
 from tests.streamengine.guided.drawn import runner_in
 
@@ -287,6 +287,34 @@ def test_what_the_engine_cannot_do_is_refused_by_name(client: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="fake", messages=image)
     assert bad.value.param == "messages[0].content[0].type"
+
+
+NOT: Any = {"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}
+MISNAMED: list[tuple[str, Any, str]] = [
+    ("chat/completions", {"max_completion_tokens": 999}, "max_completion_tokens"),
+    ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+    ("chat/completions", {"max_tokens": 999}, "max_tokens"),
+    ("chat/completions", {"guided_json": {"type": "objekt"}}, "guided_json"),
+    ("chat/completions", {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ("chat/completions", {"tools": [NOT]}, "tools[0].function.parameters"),
+    ("completions", {"prompt": "a", "guided_choice": []}, "guided_choice"),
+    ("completions", {"prompt": [7, 999]}, "prompt"),
+    ("completions", {"prompt": [[7], [-1]]}, "prompt"),
+]
+
+
+def test_an_error_names_the_field_that_the_client_sent(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
+    runner = FakeRunner(kv=fake_kv(pages=65, page_size=16), model=fake_model(512, str(tmp_path)))
+    with serving(engine_over(runner)) as served:
+        for path, fields, param in MISNAMED:
+            body = fields if "prompt" in fields else {"messages": HELLO, **fields}
+            for stream in (False, True):
+                response, payload = post(served, f"/v1/{path}", {**body, "stream": stream})
+                error = json.loads(payload)["error"]
+                assert (response.status, error["param"]) == (400, param), payload
+                assert "response_format" not in error["message"]
+                assert "token_ids" not in error["message"]
 
 
 def test_another_model_is_not_found(client: openai.OpenAI) -> None:

@@ -188,6 +188,8 @@ def test_every_name_of_a_format_means_the_same(fields: dict[str, Any], response_
         ({"stop": 5}, "stop"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [5]}, "messages[0]"),
+        ({"messages": [*HELLO, {"role": "banana", "content": "a"}]}, "messages[1].role"),
+        ({"messages": [{"role": "User", "content": "a"}]}, "messages[0].role"),
     ],
 )
 def test_a_chat_field_that_cannot_be_obeyed_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

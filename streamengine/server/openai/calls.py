@@ -23,6 +23,7 @@ from streamengine.server.openai.answers import (
     whole_choice,
 )
 from streamengine.server.openai.requests import Body, StreamOptions
+from streamengine.server.openai.translate import in_words_of
 from streamengine.server.sse import event
 from streamengine.streams import Attachment, StreamRecord, Streams
 
@@ -184,7 +185,7 @@ class Call:
                     data += self._chunk(chunk_choice(self._asked.shape, reader.index, piece))
         except StreamEngineError as error:
             self._ended = True
-            return data + event(msgspec.json.encode(error_body(error)))
+            return data + event(msgspec.json.encode(error_body(in_words_of(self._asked.body, error))))
         if all(reader.ended for reader in readers):
             self._ended = True
             if self._options.include_usage:

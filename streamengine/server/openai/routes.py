@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import anyio
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from compiled.step import ModelSpec
 from streamengine.engine import Engine, Generate
+from streamengine.errors import StreamEngineError
 from streamengine.server.http import Http, decode, unless_gone
 from streamengine.server.openai.answers import Echo, Shape
 from streamengine.server.openai.calls import Asked, Call
@@ -31,6 +33,7 @@ from streamengine.server.openai.translate import (
     check_body,
     check_model,
     completion_generates,
+    in_words_of,
     tokenizing,
 )
 from streamengine.server.service import Service
@@ -51,6 +54,14 @@ def openai_routes(service: Service) -> list[Route]:
     ]
 
 
+@contextmanager
+def _in_words_of(body: Body) -> Iterator[None]:
+    try:
+        yield
+    except StreamEngineError as error:
+        raise in_words_of(body, error) from error
+
+
 class OpenAI:
     """The answers of one server."""
 
@@ -69,16 +80,17 @@ class OpenAI:
         engine = self._http.streams.engine
         body = await self._http.read(request, partial(decode, kind=self._chat))
         check_body(body, engine.model.name)
-        generate = chat_generate(body)
-        return await self._answer(request, self._asked("chat", body, bool(body.logprobs)), [generate])
+        with _in_words_of(body):
+            asked = self._asked("chat", body, bool(body.logprobs))
+            return await self._answer(request, asked, [chat_generate(body)])
 
     async def complete(self, request: Request) -> Response:
         engine = self._http.streams.engine
         body = await self._http.read(request, partial(decode, kind=self._completion))
         check_body(body, engine.model.name)
-        generates = completion_generates(body)
-        asked = self._asked("text", body, body.logprobs is not None)
-        return await self._answer(request, asked, generates, echo=bool(body.echo))
+        with _in_words_of(body):
+            asked = self._asked("text", body, body.logprobs is not None)
+            return await self._answer(request, asked, completion_generates(body), echo=bool(body.echo))
 
     def _asked(self, shape: Shape, body: Body, logprobs: bool) -> Asked:
         prefix = "cmpl" if shape == "text" else "chatcmpl"

@@ -1,6 +1,7 @@
 """From OpenAI's words to the engine's: a request body → what the engine is asked for. Pure."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 
 from streamengine.checks import check_text, exact_integer, shown
 from streamengine.engine import Generate
-from streamengine.errors import InvalidRequest, ModelNotFound, UnsupportedFeature
+from streamengine.errors import InvalidRequest, ModelNotFound, StreamEngineError, UnsupportedFeature
 from streamengine.sampling import MAX_LOGPROBS, SamplingParams
 from streamengine.server.openai.requests import Body, ChatRequest, CompletionRequest, TokenizeRequest
 from streamengine.tokenizer import Tokenizer, read_messages
@@ -21,6 +22,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 SAME = (set(SamplingParams.__struct_fields__) & set(Body.__struct_fields__)) - {"stop"}
 """They have one name and one meaning on both sides."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 STRUCTURES = ("json", "regex", "grammar", "choice")
 """What vLLM asks for as ``guided_json`` and so on, or else in ``structured_outputs``."""
@@ -62,8 +65,32 @@ def check_body(body: Body, model: str) -> None:
         raise UnsupportedFeature("prompt_logprobs cannot be streamed", param="prompt_logprobs")
 
 
+def in_words_of(body: Body, error: StreamEngineError) -> StreamEngineError:
+    """``error`` about the fields that ``body`` has, where the engine calls them otherwise."""
+    name = _names(body).get(error.param or "")
+    if name is None:
+        return error
+    message = re.sub(rf"\b{error.param}\b", name, error.message)
+    return type(error)(message, param=name, **error.details)
+
+
+def _names(body: Body) -> dict[str, str]:
+    """The engine's name of a field → the client's."""
+    names = {}
+    if formats := _formats(body):
+        names["response_format"] = formats[0][0]
+    if isinstance(body, ChatRequest) and body.max_tokens is None and body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if isinstance(body, CompletionRequest):
+        names["token_ids"] = "prompt"
+        if body.prompt_logprobs is None:
+            names["prompt_logprobs"] = "logprobs"
+    return names
+
+
 def chat_generate(body: ChatRequest) -> Generate:
     """What a chat asks for. Raises `RequestError` by field."""
+    _check_roles(body.messages)
     tokens, newer = body.max_tokens, body.max_completion_tokens
     if tokens is not None and newer is not None and tokens != newer:
         text = f"max_tokens {tokens} and max_completion_tokens {newer} are two names of one number"
@@ -107,7 +134,17 @@ def tokenizing(body: TokenizeRequest, tokenizer: Tokenizer) -> Callable[[], list
     if body.add_special_tokens:
         raise UnsupportedFeature("add_special_tokens: the template writes them", param="add_special_tokens")
     messages = read_messages(body.messages)
+    _check_roles(messages)
     return partial(tokenizer.chat, messages)
+
+
+def _check_roles(messages: Sequence[Any]) -> None:
+    """Templates write whatever they get; a role that a client misspells would be one of its own."""
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if isinstance(role, str) and role not in ROLES:
+            name = f"messages[{index}].role"
+            raise InvalidRequest(f"{name} must be one of {', '.join(ROLES)}, not {shown(role)}", param=name)
 
 
 def _check_neutral(body: msgspec.Struct) -> None:
@@ -132,10 +169,15 @@ def _common(body: Body) -> dict[str, Any]:
     }
 
 
-def _response_format(body: Body) -> dict[str, Any] | None:
+def _formats(body: Body) -> list[tuple[str, str, Any]]:
+    """Under vLLM's names: the name, what it is, and what is wanted."""
     asked = [(f"guided_{kind}", kind, getattr(body, f"guided_{kind}")) for kind in STRUCTURES]
     asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in (body.structured_outputs or {}).items()]
-    asked = [one for one in asked if one[2] is not None]
+    return [one for one in asked if one[2] is not None]
+
+
+def _response_format(body: Body) -> dict[str, Any] | None:
+    asked = _formats(body)
     if not asked:
         return body.response_format
     name, kind, value = asked[0]

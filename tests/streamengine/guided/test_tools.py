@@ -122,6 +122,17 @@ async def test_the_engine_gives_calls_and_refuses_what_does_not_go_with_them(tmp
                 assert refused.value.param == param
 
 
+async def test_a_call_that_max_tokens_cuts_is_never_text(tmp_path: Path) -> None:
+    with anyio.fail_after(30):
+        async with engine_over(runner_in(tmp_path))(lambda progress: None) as engine:
+            for most in range(1, 64, 3):
+                asked: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+                result = await engine.generate(messages=HELLO, sampling=SamplingParams(max_tokens=most), **asked)
+                assert result.text == ""
+                assert len(result.token_ids) <= most
+                assert all(call.name in SCHEMAS for call in result.tool_calls)
+
+
 def test_openai_s_client_gets_the_same_calls_streamed_or_not_and_brings_back_results(tmp_path: Path) -> None:
     with (
         serving(engine_over(runner_in(tmp_path))) as served,

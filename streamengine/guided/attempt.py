@@ -1,0 +1,35 @@
+"""Compiles each line of standard input, which is ``[limits, grammars]`` as JSON in the grammar engine's words, and
+answers it by an empty line; or dies. A program of its own, to be run as a script: see `streamengine.guided.trial`.
+"""
+
+import json
+import resource
+import sys
+import time
+from math import ceil
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+CPU_S = 4
+MEMORY_BYTES = 2 * 2**30
+"""Of the process's addresses; it begins with a tenth of that."""
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = LLTokenizer("byte")
+    for line in sys.stdin:
+        limits, grammars = json.loads(line)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (ceil(time.process_time()) + CPU_S, hard))
+        for grammar in grammars:
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
