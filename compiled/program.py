@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from compiled.inductor import Call
-from compiled.linear.op import pack
+from compiled.linear.op import Arena, pack
 from compiled.recipe import Attention, Fed, Parameter, Recipe, Run
 
-SMALLEST = 2
-"""Fewest tokens and fewest logit rows of a compiled call: Dynamo takes a size of 1 for a constant."""
+SMALLEST = 1
+"""Fewest tokens and fewest logit rows of a call. Dynamo would take a size of 1 for a constant, but is shown another
+(`compiled.trace`), and what it wrote with a symbol in that place holds for 1 as well (`compiled.selfcheck`)."""
 
 
 class LayerAttention(Protocol):
@@ -96,11 +97,12 @@ def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[
     registers: list[Any] = [None] * len(numbers)
     fed = []
     left = _uses(recipe)
+    arena = Arena()
     for name, source in recipe.sources.items():
         if isinstance(source, Fed):
             fed.append((numbers[name], source.name))
         elif isinstance(source, Parameter):
-            registers[numbers[name]] = _parameter(source, weights, left)
+            registers[numbers[name]] = _parameter(source, weights, left, arena)
         else:
             registers[numbers[name]] = recipe.constants[source.index]
     entries: list[Entry] = []
@@ -126,11 +128,11 @@ def _uses(recipe: Recipe) -> dict[str, int]:
     return left
 
 
-def _parameter(source: Parameter, weights: MutableMapping[str, Tensor], left: dict[str, int]) -> Tensor:
+def _parameter(source: Parameter, weights: MutableMapping[str, Tensor], left: dict[str, int], arena: Arena) -> Tensor:
     parts = []
     for name in source.names:
         left[name] -= 1
         parts.append(weights[name] if left[name] else weights.pop(name))
     merged = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
-    return pack(merged) if source.packed else merged
+    return pack(merged, arena) if source.packed else merged

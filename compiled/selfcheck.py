@@ -7,7 +7,8 @@ place in any layer, a wrong layout or a misread attention shows as logits that d
 How much rounding may do depends on the model. In float32 it is a constant. Below it is measured: transformers'
 own result is compared with what the same weights give in float32 arithmetic, and the compiled one may be
 `HEADROOM` times as far from that. What counts is the median over the tokens, since a single one may be chaotic
-(SmolLM2 in bfloat16: 0.05, and 0.18 for one token of twelve; one wrong matrix in one layer: 0.10 to 2).
+(SmolLM2 in bfloat16: 0.05, and 0.18 for one token of twelve; one wrong matrix in one layer: 0.10 to 2): of those in
+steps of one token and of the others, because no trace has seen a size of 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_map
 
 from compiled.step import PADDING_PAGE, LoadError, Row, Step
 
-CHUNKS = (9, 2, 1)
-"""Tokens of the steps: a prompt's chunk, a verified guess, a decoding step."""
+CHUNKS = (7, 2, 1, 1, 1, 1, 1)
+"""Tokens of the steps: a prompt's chunk, a verified guess, decoding steps."""
 
 HEADROOM = 2.5
 LEAST = 1e-3
@@ -44,8 +45,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class Check:
-    """How far the compiled logits were from the expected ones, relative to these: the median over the tokens, the
-    largest, and at which token."""
+    """How far the compiled logits were from the expected ones, relative to these: the larger of the two medians
+    over the tokens, the largest, and at which token."""
 
     difference: float
     largest: float
@@ -92,7 +93,9 @@ def check(expected: Expected, page_size: int, run: Callable[[Step], Tensor]) -> 
     got_TV = torch.cat([run(step) for step in steps(expected, page_size)])
     differences_T = _differences(got_TV, expected.logits_TV)
     token = int(differences_T.nan_to_num(torch.inf).argmax())
-    found = Check(float(differences_T.median()), float(differences_T[token]), token, expected.tolerance)
+    alone_T = torch.tensor([count == 1 for count in CHUNKS for _ in range(count)])
+    median = max(float(differences_T[which_T].median()) for which_T in (alone_T, ~alone_T))
+    found = Check(median, float(differences_T[token]), token, expected.tolerance)
     if not found.difference <= found.tolerance or not bool(got_TV.isfinite().all()):
         raise LoadError(
             f"the compiled model does not compute what the uncompiled one does: its logits differ by "

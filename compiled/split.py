@@ -104,9 +104,10 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str, names: Mapping[fx.Node, str]) -> Piece:
+    run = _with_own_sizes(run)
     inside = set(run)
     inputs = list(dict.fromkeys(source for node in run for source in node.all_input_nodes if source not in inside))
-    outputs = [node for node in run if any(user not in inside for user in node.users)]
+    outputs = [node for node in run if not _is_size(node) and any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
@@ -122,6 +123,29 @@ def _piece(traced: fx.GraphModule, run: list[fx.Node], name: str, names: Mapping
         inputs=tuple(names[node] for node in inputs),
         outputs=tuple(names[node] for node in outputs),
     )
+
+
+def _with_own_sizes(run: list[fx.Node]) -> list[fx.Node]:
+    """``run`` behind all that it needs of sizes computed from sizes, such as tokens times experts. Dynamo writes each
+    of them down once, and a layer that took it from another one would not be like that one."""
+    inside, sizes = {node for node in run if not _is_size(node)}, list[fx.Node]()
+
+    def take(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in inside and _is_size(source):
+                inside.add(source)
+                take(source)
+                sizes.append(source)
+
+    for node in run:
+        if not _is_size(node):
+            take(node)
+    return sizes + [node for node in run if not _is_size(node)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    values = [one.meta.get("example_value") for one in (node, *node.all_input_nodes)]
+    return node.op == "call_function" and all(isinstance(value, torch.SymInt) for value in values)
 
 
 def key_of(graph: fx.Graph) -> str:

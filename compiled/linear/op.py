@@ -5,10 +5,12 @@ compiled before the kernel is there; `load_kernel` gives it one on the CPU. Each
 the order of the inputs: a row has the same bits whatever rows are computed with it and on any number of threads.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ PANEL = 32
 """Outputs that are packed side by side; mirrors ``kPanel`` in the kernel."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+_LINE = 64
+_CHUNK = 64 << 20
+"""Bytes that are asked of the system at once; what is never used of them is never there."""
 
 _HERE = Path(__file__).parent
 _SHARED = _HERE.parent / "attention"
@@ -48,13 +54,38 @@ def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     return -(-out_features // PANEL), -(-in_features // word), PANEL, word
 
 
-def pack(weight: Tensor) -> Tensor:
+class Arena:
+    """Memory for packed weights, which lie in it as they come: one behind the other.
+
+    Weights in the order of a step are read as one stream, so what is fetched ahead of a product's end is the next
+    one's beginning. Chunks are numpy's, because it asks the system for large pages and torch does not.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor that begins at a cache line."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._skip() + size > len(self._free):
+            self._free = torch.from_numpy(np.empty(max(size, _CHUNK) + _LINE, np.uint8))
+        begin = self._skip()
+        taken, self._free = self._free[begin : begin + size], self._free[begin + size :]
+        return taken.view(dtype).view(shape)
+
+    def _skip(self) -> int:
+        return -self._free.data_ptr() % _LINE
+
+
+def pack(weight: Tensor, arena: Arena | None = None) -> Tensor:
     """``weight [N, K]`` in the layout of the kernel: a new tensor of the same size, but for padding with zeros."""
     outputs, inputs = weight.shape
     panels, words, _, word = shape = packed_shape(outputs, inputs, weight.dtype)
     padded = torch.nn.functional.pad(weight, (0, words * word - inputs, 0, panels * PANEL - outputs))
     as_words = padded.contiguous().view(torch.int32).view(panels, PANEL, words)
-    return as_words.transpose(1, 2).contiguous().view(weight.dtype).view(shape)
+    packed = torch.empty(shape, dtype=weight.dtype) if arena is None else arena.take(shape, weight.dtype)
+    packed.view(torch.int32).view(panels, words, PANEL).copy_(as_words.transpose(1, 2))
+    return packed
 
 
 def packed_rows(packed: Tensor, rows: Tensor, in_features: int) -> Tensor:

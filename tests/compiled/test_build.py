@@ -98,6 +98,19 @@ print(json.dumps([names, runner.logits(step).tolist()]))
     assert len(got[0]) == first.shape[1]
 
 
+def test_a_second_start_of_a_model_whose_experts_are_merged_on_load_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.make(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        assert any(".experts.3." in name for name in file.keys())  # noqa: SIM118 - it is no mapping
+    first = run(folder)
+    monkeypatch.setattr(build, "_compile", None)
+    assert torch.equal(run(folder), first)
+    monkeypatch.undo()
+    assert torch.allclose(first, run(folder, eager=True), atol=1e-4)
+
+
 HELD = {"model.a.weight": Held((2, 3), "bfloat16", ("head.weight",)), "model.b": Held((4,), "float32")}
 TENSORS = {"model.a.weight": torch.ones(2, 3), "model.b": torch.zeros(4)}
 

@@ -106,6 +106,13 @@ def test_what_is_traced_and_compiled_does_not_grow_with_the_depth(depth: int) ->
     ]
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_layers_that_count_their_experts_tokens_are_all_alike(kind: str) -> None:
+    module = skeleton(kind, num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2)
+    parts = split_model(module, choose(module), compute_buffers(module), Stopwatch())
+    assert len(parts.unique) == 3, "the first piece, the last, and those between layers"
+
+
 class Scaled(nn.Module):
     """A layer's part that computes with a number of its own."""
 
