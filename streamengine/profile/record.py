@@ -59,7 +59,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     ``name`` is the place: ``layers.7: o_proj+mlp | layers.8: norm+qkv``, ``layers.7: attention``, ``host: sampler``.
     ``tokens`` is the bucket: the steps had at most so many, and more than half. ``bytes`` and ``flops`` are those of
     all ``calls`` together: what must be read and written at least, and the floating point operations. ``share`` is of
-    ``step_s.total``. ``of_ceiling`` is the per cent that was reached of the nearer ceiling.
+    ``step_s.total``. ``of_ceiling`` is the per cent that was reached of the nearer ceiling. ``p50_s`` and ``min_s`` are
+    of one call: a mean alone cannot tell a slow piece from a busy machine.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
     mean_s: float
     share: float
+    p50_s: float | None = None
+    min_s: float | None = None
     piece: str | None = None
     bytes: int | None = None
     flops: int | None = None
