@@ -181,16 +181,16 @@ function drawTimeline() {
         tell(Math.min(all.length - 1, Math.max(0, chosen + move)));
       },
       onpointerover: (pointer) => pointer.target.dataset.i && tell(+pointer.target.dataset.i) });
-    lanes.forEach(([name], i) => chart.append(svg("text.tick", { x: 2, y: 12 + i * 44 }, name)));
-    all.forEach((event, i) => chart.append(svg(`rect.${event.gap ? "host" : kindOf(event)?.class ?? "host"}.fill`, {
-      "data-i": i, x: x(event.start_s).toFixed(2), y: 16 + lane(event) * 44, height: 24, width: Math.max(0.7, x(event.seconds) - (event.gap ? 0 : 0.5)).toFixed(2) },
-      svg("title", {}, `${event.name}: ${seconds(event.seconds)}`))));
     const unit = niceStep(timeline.seconds / (width / 110));
     for (let time = 0; time <= timeline.seconds; time += unit) {
       const right = x(time) > width - 40;
       chart.append(svg("line.grid", { x1: x(time), x2: x(time), y1: 14, y2: 132 }),
         svg("text.tick", { x: x(time) + (right ? -2 : 2), y: 146, "text-anchor": right ? "end" : "start" }, seconds(time)));
     }
+    lanes.forEach(([name], i) => chart.append(svg("text.tick", { x: 2, y: 12 + i * 44 }, name)));
+    all.forEach((event, i) => chart.append(svg(`rect.${event.gap ? "host" : kindOf(event)?.class ?? "host"}.fill`, {
+      "data-i": i, x: x(event.start_s).toFixed(2), y: 16 + lane(event) * 44, height: 24, width: Math.max(0.7, x(event.seconds) - (event.gap ? 0 : 0.5)).toFixed(2) },
+      svg("title", {}, `${event.name}: ${seconds(event.seconds)}`))));
     box.replaceChildren(chart);
     box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
     tell(chosen);
@@ -261,11 +261,11 @@ function together(kind) {
   return [...new Set(kind.calls.map((call) => call.tokens))].map((tokens) => {
     const calls = kind.calls.filter((call) => call.tokens === tokens);
     const all = totals(calls);
-    const unknown = all.counted ? undefined : null;
+    const per = (amount, unit) => (all.counted ? amount / unit : null);
     return { name: kind.name, own: kind.class, tokens, calls: all.count, total_s: all.total, share: all.total / whole, mean_s: all.total / all.count,
       p50_s: calls.some((call) => call.p50_s === null) ? null : sum(calls.map((call) => call.p50_s * call.calls)) / all.count,
       min_s: calls.some((call) => call.min_s === null) ? null : Math.min(...calls.map((call) => call.min_s)),
-      bytes: unknown ?? all.bytes, gbps: unknown ?? all.bytes / all.counted / 1e9, gflops: unknown ?? all.flops / all.counted / 1e9,
+      bytes: per(all.bytes, 1), gbps: per(all.bytes, all.counted * 1e9), gflops: per(all.flops, all.counted * 1e9),
       of_ceiling: all.needed === undefined ? null : (100 * all.needed) / all.total };
   });
 }
