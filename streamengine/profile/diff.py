@@ -109,8 +109,14 @@ def _cost(calls: Sequence[Call], steps: int) -> Cost:
         known = [getattr(call, field) for call in calls]
         return None if None in known else sum(known) / count
 
-    times = (per_step(field) for field in ("p50_s", "min_s", "mean_s"))
-    return Cost(*times, count / steps, per_call("bytes"), per_call("flops"))
+    return Cost(
+        median_s=per_step("p50_s"),
+        fastest_s=per_step("min_s"),
+        mean_s=per_step("mean_s"),
+        calls=count / steps,
+        bytes=per_call("bytes"),
+        flops=per_call("flops"),
+    )
 
 
 def _host(profile: Profile) -> Cost:

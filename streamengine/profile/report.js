@@ -106,13 +106,13 @@ function drawHead() {
   if (worst.count) says.push(plural(Math.round(worst.count / steps), "call") + " a step");
   if (worst.needed !== undefined) {
     says.push(`bound by ${limit(worst)}, at ${percent(worst.needed / worst.total)} of the roof`);
-    says.push(`${seconds((worst.total - worst.needed) / steps)} more than that needs`);
+    says.push(`${seconds((worst.total - worst.needed) / steps)} above it`);
   }
   const tiles = [[seconds(step.p50), "median step", `${seconds(step.min)} to ${seconds(step.max)}`]];
   const needed = sum(kinds.map((kind) => kind.needed));
-  if (needed) tiles.push([percent(needed / whole), "of the roofs, all in all", `read ${digits(ceilings.read_gbps)} GB/s, product ${digits(ceilings.product_gflops)} GFLOP/s`]);
+  if (needed) tiles.push([percent(needed / whole), "of the roofs", `read ${digits(ceilings.read_gbps)} GB/s, product ${digits(ceilings.product_gflops)} GFLOP/s`]);
   const outside = sum(kinds.filter((kind) => kind.kind === "host").map((kind) => kind.total));
-  tiles.push([percent(outside / whole), "host: no piece runs", `${seconds(outside / steps)} a step`]);
+  tiles.push([percent(outside / whole), "host and gaps", `${seconds(outside / steps)} a step`]);
   at("verdict").append(
     html(`div.worst.${worst.class}`, {},
       html("p.label", {}, "Most expensive"),
@@ -179,6 +179,7 @@ function drawTimeline() {
         if (!move) return;
         key.preventDefault();
         tell(Math.min(all.length - 1, Math.max(0, chosen + move)));
+        box.scrollLeft = x(all[chosen].start_s) - box.clientWidth / 2;
       },
       onpointerover: (pointer) => pointer.target.dataset.i && tell(+pointer.target.dataset.i) });
     const unit = niceStep(timeline.seconds / (width / 110));
@@ -187,10 +188,14 @@ function drawTimeline() {
       chart.append(svg("line.grid", { x1: x(time), x2: x(time), y1: 14, y2: 132 }),
         svg("text.tick", { x: x(time) + (right ? -2 : 2), y: 146, "text-anchor": right ? "end" : "start" }, seconds(time)));
     }
-    lanes.forEach(([name], i) => chart.append(svg("text.tick", { x: 2, y: 12 + i * 44 }, name)));
+    const titles = lanes.map(([name], i) => svg("text.tick", { x: 2, y: 12 + i * 44 }, name));
+    box.onscroll = () => titles.forEach((title) => title.setAttribute("x", box.scrollLeft + 2));
+    chart.append(...titles);
     all.forEach((event, i) => chart.append(svg(`rect.${event.gap ? "host" : kindOf(event)?.class ?? "host"}.fill`, {
       "data-i": i, x: x(event.start_s).toFixed(2), y: 16 + lane(event) * 44, height: 24, width: Math.max(0.7, x(event.seconds) - (event.gap ? 0 : 0.5)).toFixed(2) },
       svg("title", {}, `${event.name}: ${seconds(event.seconds)}`))));
+    for (const event of events) if (x(event.seconds) > 70)
+      chart.append(svg("text.number", { x: x(event.start_s) + 5, y: 32 + lane(event) * 44 }, event.name.match(/layers\.\d+|^[\w: ]+/)?.[0]));
     box.replaceChildren(chart);
     box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
     tell(chosen);
@@ -273,7 +278,6 @@ function together(kind) {
 function drawTable() {
   const other = { name: "host/other: outside of every call", own: "host", total_s: profile.host.seconds, share: profile.host.share, bytes: null };
   const each = profile.calls.map((call) => ({ ...call, own: kindOf(call).class }));
-  const most = Math.max(...kinds.map((kind) => kind.total)) / whole;
   const body = html("tbody");
   let [column, falling] = [3, true];
   const draw = () => {
@@ -286,6 +290,7 @@ function drawTable() {
     };
     const wanted = at("filter").value.toLowerCase();
     const rows = at("places").checked ? each : kinds.flatMap(together);
+    const most = Math.max(other.share, ...rows.map((row) => row.share));
     body.replaceChildren(...[...rows, other].filter((row) => row.name.toLowerCase().includes(wanted)).sort(order).map((row) => html("tr", {},
       ...COLUMNS.map(([title, of, show], i) => {
         if (i === 0) return html("th", { scope: "row" }, html(`span.rank.${row.own}`), wrapped(row.name));
@@ -316,7 +321,7 @@ function drawPieces() {
     const { compile } = piece;
     const stages = compile ? [["trace", compile.trace_s], ["lowering", compile.lower_s], ["code", compile.codegen_s]].filter(([, value]) => value !== null) : [];
     const cxx = compile && compile.cxx_s !== null && `C++ ${seconds(compile.cxx_s)}${compile.cxx_pieces ? ` (one library of ${plural(compile.cxx_pieces, "piece")})` : ""}`;
-    const found = compile && { hit: "found by this start", miss: `missed: ${compile.factor ?? "nothing was there"}`, off: "off" }[compile.cache];
+    const found = compile && (compile.cache === "hit" ? "found by this start" : `missed: ${compile.factor ?? "nothing was there"}`);
     at("piece-list").append(html("details.piece", { id: `piece-${piece.key}`, open: i === 0 },
       html("summary", {}, html(`span.rank.${kind?.class ?? "host"}`, {}, kind ? `${kind.rank}` : ""), html("span.title", {}, wrapped(piece.name)),
         html("span.soft", {}, kind ? `${seconds(kind.total / steps)} · ${percent(kind.total / whole)}` : "not called")),
