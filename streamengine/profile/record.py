@@ -92,7 +92,7 @@ class Compile(msgspec.Struct, frozen=True, kw_only=True):
     buffers; ``codegen_s``: → code; ``cxx_s``: the compiler's run for the library in which its kernels are, together
     with those of ``cxx_pieces`` pieces. ``cache`` says whether this start found it, ``factor`` which one missed."""
 
-    cache: Literal["hit", "miss", "off"]
+    cache: Literal["hit", "miss"]
     factor: str | None = None
     trace_s: float | None = None
     lower_s: float | None = None
