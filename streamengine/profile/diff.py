@@ -7,6 +7,7 @@ profiles' ceilings, which were measured beside them, are compared too, and a thr
 version differ by finds nothing but the machine.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +92,7 @@ def _parts(profile: Profile) -> dict[Key, Sequence[Call]]:
     names = {piece.key: piece.name for piece in profile.pieces}
     parts: dict[Key, list[Call]] = {}
     for call in profile.calls:
-        name = "attention" if call.kind == "attention" else names.get(call.piece or "", call.name)
+        name = names.get(call.piece or "") or re.sub(r"[\w.]+\.\d+: ", "", call.name)
         parts.setdefault((name, call.tokens), []).append(call)
     return dict(parts)
 

@@ -38,12 +38,15 @@ const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count ==
 /** A name of modules joined by "+" may break behind each. */
 const wrapped = (name) => html("span", {}, ...name.split(/(?<=[+|])/).flatMap((part) => [part, html("wbr")]));
 
+/** What a call is, wherever it stands. */
+const kindId = ({ kind, piece, name }) => (kind === "piece" && piece ? piece : kind === "attention" ? "attention" : name.replace(/[\w.]+\.\d+: /g, ""));
+
 /** Calls of one kind: one piece wherever it stands, attention, the host's. The most expensive first. */
 function kindsOf(calls) {
   const names = new Map(profile.pieces.map((piece) => [piece.key, piece.name]));
   const kinds = new Map();
   for (const call of calls) {
-    const id = call.kind === "piece" ? call.piece : call.kind === "attention" ? "attention" : call.name;
+    const id = kindId(call);
     if (!kinds.has(id)) kinds.set(id, { id, kind: call.kind, name: names.get(id) ?? id, calls: [] });
     kinds.get(id).calls.push(call);
   }
@@ -72,7 +75,7 @@ function totals(calls) {
 }
 
 const kinds = kindsOf(profile.calls);
-const kindOf = (call) => kinds.find((kind) => kind.id === (call.kind === "piece" ? call.piece : call.kind === "attention" ? "attention" : call.name));
+const kindOf = (call) => kinds.find((kind) => kind.id === kindId(call));
 const whole = profile.step_s.total;
 const limit = (kind) => kind.flops / kind.bytes < ceilings.product_gflops / ceilings.read_gbps ? "reading memory" : "computing";
 const layersOf = (places) => {
