@@ -240,7 +240,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what became slower from A to B, and why; 1 if anything did by more than the threshold."""
-    difference = compare(_read(before), _read(after), _share(threshold))
+    difference = compare(_read(before), _read(after), share(threshold))
     typer.echo(msgspec.json.encode(difference).decode() if as_json else "\n".join(lines(difference)))
     if difference.slower:
         raise typer.Exit(1)
@@ -253,11 +253,12 @@ def _read(path: Path) -> Profile:
         raise InvalidRequest(f"cannot read the profile: {error}", param="profile") from error
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """``5%`` or ``0.05``. Raises InvalidRequest for anything else."""
     try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
-        share = -1.0
-    if not 0 < share < 10:
+        value = -1.0
+    if not 0 < value < 10:
         raise InvalidRequest(f"threshold must be a share such as 5% or 0.05, not {text!r}", param="threshold")
-    return share
+    return value
