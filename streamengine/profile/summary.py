@@ -87,7 +87,8 @@ def _calls(window: Window, total: float, ceilings: Ceilings | None) -> Iterable[
         for span in step.spans:
             spans.setdefault((step.bucket, span.place), []).append(span)
     for (bucket, number), found in sorted(spans.items()):
-        place, seconds = window.places[number], sum(span.seconds for span in found)
+        place, each = window.places[number], [span.seconds for span in found]
+        seconds = sum(each)
         moved = _sum([span.bytes for span in found])
         flops = _sum([span.flops for span in found])
         yield Call(
@@ -98,8 +99,8 @@ def _calls(window: Window, total: float, ceilings: Ceilings | None) -> Iterable[
             total_s=seconds,
             mean_s=seconds / len(found),
             share=seconds / total,
-            p50_s=statistics.median(span.seconds for span in found),
-            min_s=min(span.seconds for span in found),
+            p50_s=statistics.median(each),
+            min_s=min(each),
             piece=place.piece,
             bytes=moved,
             flops=flops,
