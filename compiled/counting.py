@@ -121,7 +121,7 @@ class _Counter(TorchDispatchMode):
 
     def _note_operations(self, func: Any, args: Any, operands: list[Tensor], made: Tensor) -> None:
         name = _name(func)
-        if name in _MOVES or not made.dtype.is_floating_point:
+        if name in _MOVES or not (made.is_floating_point() or made.is_complex()):
             return
         result = self._count(made)
         if name in ("mm", "bmm", "_grouped_mm", "dot", "mv"):
