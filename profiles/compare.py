@@ -10,6 +10,7 @@ from pathlib import Path
 
 from profiles import harness
 from streamengine.profile.diff import compare, lines, share
+from streamengine.profile.record import read
 
 NAMES = sorted(path.stem for path in (Path(__file__).resolve().parent / "scenarios").glob("[!_]*.py"))
 
@@ -25,13 +26,13 @@ def main() -> int:
     threshold, slower = share(asked.threshold), False
     for name in asked.scenarios or NAMES:
         scenario: harness.Scenario = import_module(f"profiles.scenarios.{name}").SCENARIO
-        profile = harness.read(harness.run(scenario, asked.model, asked.runs) / "profile.json")
+        profile = read(harness.run(scenario, asked.model, asked.runs) / "profile.json")
         path = harness.baseline(scenario, profile)
         print(f"\n{name}, against {path.relative_to(harness.HERE)}")
         if asked.keep:
             harness.keep(profile, path)
         elif path.exists():
-            difference = compare(harness.read(path), profile, threshold)
+            difference = compare(read(path), profile, threshold)
             print("\n".join(lines(difference)))
             slower |= difference.slower
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamengine.profile.record import Profile, decode, encode
+from streamengine.profile.record import Profile, encode, read
 
 HERE = Path(__file__).resolve().parent
 BASELINES = HERE / "baselines"
@@ -41,10 +41,6 @@ def run(scenario: Scenario, model: str = MODEL, runs: int = 1) -> Path:
         if (status := subprocess.run(command, stdout=sys.stderr).returncode) != 0:
             raise SystemExit(status)
     return min(folders, key=lambda folder: read(folder / "profile.json").step_s.p50)
-
-
-def read(path: Path) -> Profile:
-    return decode(path.read_bytes())
 
 
 def baseline(scenario: Scenario, profile: Profile) -> Path:

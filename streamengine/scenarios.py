@@ -24,9 +24,8 @@ from streamengine.engine import Engine
 from streamengine.errors import InvalidRequest, StreamEngineError
 from streamengine.intake import Asked
 from streamengine.options import ENGINE, takes
-from streamengine.profile import diff
+from streamengine.profile import diff, report
 from streamengine.profile.record import Profile, encode
-from streamengine.profile.report import render
 from streamengine.sampling import SamplingParams
 from streamengine.terminal import open_engine
 
@@ -79,8 +78,9 @@ def load_of(scenario: Name, batch: int, context: int | None, tokens: int) -> Loa
             return Load(batch=batch, decoding=0, context=context or 512, tokens=1, shared=True)
 
 
-app = typer.Typer(name="profile", help="What each compiled piece costs; `diff` compares two profiles.")
+app = typer.Typer(name="profile", help="What each compiled piece costs; `diff` compares two of them.")
 app.command("diff")(diff.command)
+app.command("report")(report.command)
 
 
 @app.callback(invoke_without_command=True)
@@ -109,7 +109,7 @@ def profile(
         found = anyio.run(_profile, config, load, steps, out)
     found = msgspec.structs.replace(found, scenario=scenario)
     (out / "profile.json").write_bytes(encode(found))
-    (out / "report.html").write_text(render(found), encoding="utf-8")
+    (out / "report.html").write_text(report.render(found), encoding="utf-8")
     typer.echo(_line(found), err=True)
     typer.echo(out / "report.html")
 

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from streamengine.errors import InvalidRequest
-from streamengine.profile.record import Call, Piece, Profile, decode
+from streamengine.profile.record import Call, Piece, Profile, read
 
 FLOOR = 0.005
 """What is slower by less than this share of a step is not worth an alarm."""
@@ -240,17 +240,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what became slower from A to B, and why; 1 if anything did by more than the threshold."""
-    difference = compare(_read(before), _read(after), share(threshold))
+    difference = compare(read(before), read(after), share(threshold))
     typer.echo(msgspec.json.encode(difference).decode() if as_json else "\n".join(lines(difference)))
     if difference.slower:
         raise typer.Exit(1)
-
-
-def _read(path: Path) -> Profile:
-    try:
-        return decode(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot read the profile: {error}", param="profile") from error
 
 
 def share(text: str) -> float:

@@ -5,6 +5,7 @@ Seconds are wall-clock; where a call ran on a GPU they are those between two eve
 known, never what is zero.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -182,6 +183,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 def encode(profile: Profile) -> bytes:
     """The document as JSON that a person can read."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=1)
+
+
+def read(path: Path) -> Profile:
+    """The document at ``path``. Raises `InvalidRequest` where there is none."""
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the profile: {error}", param="profile") from error
 
 
 def decode(document: bytes | str) -> Profile:

@@ -1,5 +1,6 @@
 """What the comparison of two profiles finds, says and lets pass."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamengine.cli import run
 from streamengine.errors import InvalidRequest
 from streamengine.profile.diff import Change, compare, lines
 from streamengine.profile.record import Ceilings, Compile, Hardware, Profile, decode, encode
@@ -141,3 +143,36 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_a_document_survives_its_file() -> None:
     assert decode(encode(profile())) == profile()
+
+
+@pytest.mark.parametrize(("threshold", "status"), [("5%", 1), ("0.5", 0), ("60 percent", 2)])
+def test_the_command_ends_with_1_past_the_threshold(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str], threshold: str, status: int
+) -> None:
+    assert run(["profile", "diff", *files, "--threshold", threshold]) == status
+    told = capfd.readouterr()
+    assert (LAST in told.out) == (status < 2)
+    assert ("threshold" in told.err) == (status == 2)
+
+
+def test_the_command_prints_json_for_programs(files: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "diff", *files, "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)
+    assert [change["name"] for change in told["changes"] if change["slower"]] == [LAST]
+
+
+def test_what_is_no_profile_is_refused(
+    tmp_path: Path, files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"version": 1}')
+    for path, complaint in ((other, "no profile"), (tmp_path / "nowhere.json", "cannot read")):
+        assert run(["profile", "diff", files[0], str(path)]) == 2
+        assert complaint in capfd.readouterr().err
+
+
+def test_a_report_is_made_of_a_document_alone(files: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "report", files[0]]) == 0
+    path = Path(capfd.readouterr().out.strip())
+    assert path == Path(files[0]).with_suffix(".html")
+    assert "http" not in path.read_text().replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
