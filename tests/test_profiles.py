@@ -21,8 +21,9 @@ from streamengine.profile.summary import Circumstances, summarise
 from tests.compiled import tiny
 from tests.profiles import LAST, burning, profile
 
-STEPS = 12
-BURN_S = 0.004
+STEPS = 8
+SLEEP_S = 0.02
+"""A hundred times what a piece of this model takes: more than a busy machine can add to the fastest of eight."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def measured(runner: CpuRunner) -> Profile:
 
 
 def planted(program: Program, chosen: Callable[[Run], bool]) -> Program:
-    """The same program with an operation that burns time inserted into what is ``chosen``."""
+    """The same program with an operation that sleeps inserted into what is ``chosen``."""
 
     def insert(entry: Entry) -> Entry:
         function = entry.function
@@ -61,9 +62,7 @@ def planted(program: Program, chosen: Callable[[Run], bool]) -> Program:
             return entry
 
         def call(arguments: list[Any]) -> Sequence[Any]:
-            end = time.perf_counter() + BURN_S
-            while time.perf_counter() < end:
-                pass
+            time.sleep(SLEEP_S)
             return function(arguments)
 
         return replace(entry, function=call)
@@ -91,7 +90,7 @@ def test_a_planted_slow_down_is_found_under_the_name_of_its_piece(
     worst = difference.changes[0]
     assert (worst.name, worst.slower) == (name, True)
     assert difference.step.slower
-    assert BURN_S * 0.9 < worst.growth_s < BURN_S * 2
+    assert worst.growth_s > SLEEP_S / 2
     assert any(where in reason for reason in worst.why) == where.startswith("layers.2")
 
 

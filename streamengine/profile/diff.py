@@ -247,11 +247,11 @@ def command(
 
 
 def share(text: str) -> float:
-    """``5%`` or ``0.05``. Raises InvalidRequest for anything else."""
+    """``5%`` or ``0.05``. Raises InvalidRequest for anything else, a bare ``5`` too."""
     try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        value, most = (float(text[:-1]) / 100, 10.0) if text.endswith("%") else (float(text), 1.0)
     except ValueError:
-        value = -1.0
-    if not 0 < value < 10:
+        value, most = 0.0, 0.0
+    if not 0 < value < most:
         raise InvalidRequest(f"threshold must be a share such as 5% or 0.05, not {text!r}", param="threshold")
     return value
