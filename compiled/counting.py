@@ -33,8 +33,12 @@ _MOVES = {
     "lift_fresh_copy", "_unsafe_view", "repeat", "constant_pad_nd", "scatter", "scatter_", "index_put", "index_put_",
     "_index_put_impl_", "slice_scatter", "select_scatter", "topk", "sort", "flip", "roll", "tril", "triu", "split_copy",
     "split_with_sizes_copy", "index_copy", "index_fill", "masked_select", "view_copy", "expand_copy", "unfold_copy",
+    "histc", "bincount", "one_hot",
 }  # fmt: skip
 """Give floating point numbers and compute none."""
+
+_ROUTED = {"_grouped_mm", "grouped_mm_fallback"}
+"""Read those experts of their weight that some token is sent to: how many bytes that is, no shape says."""
 
 
 class _Unknown(Exception):
@@ -69,7 +73,7 @@ def count(graph: fx.GraphModule, sizes: Mapping[str, str]) -> Work:
     # The graph has been traced with these values: what is asked of their sizes again is no news.
     with torch.no_grad(), mode.shape_env.suppress_guards(), mode, counter:
         results = fx.Interpreter(graph).run(*inputs)
-    moved = sum((*counter.read(), *counter.written(results)), Polynomial())
+    moved = None if counter.routed else sum((*counter.read(), *counter.written(results)), Polynomial())
     return Work(moved, counter.flops, tuple(sorted(counter.uncounted)))
 
 
@@ -84,6 +88,7 @@ class _Counter(TorchDispatchMode):
         self._overwritten: dict[int, Polynomial] = {}
         self.flops = Polynomial()
         self.uncounted: set[str] = set()
+        self.routed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -91,7 +96,7 @@ class _Counter(TorchDispatchMode):
         if not func.is_view and made:
             operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
             self._note_memory(func, operands, made[0])
-            self._note_operations(func, args, operands, made[0])
+            self._note_operations(func, args, operands, made)
         return result
 
     def read(self) -> Iterator[Polynomial]:
@@ -119,12 +124,13 @@ class _Counter(TorchDispatchMode):
             else:
                 self._reads[storage][_place(operand)] = self._bytes(operand)
 
-    def _note_operations(self, func: Any, args: Any, operands: list[Tensor], made: Tensor) -> None:
+    def _note_operations(self, func: Any, args: Any, operands: list[Tensor], made: list[Tensor]) -> None:
         name = _name(func)
-        if name in _MOVES or not (made.is_floating_point() or made.is_complex()):
+        self.routed |= name in _ROUTED
+        if name in _MOVES or not (made[0].is_floating_point() or made[0].is_complex()):
             return
-        result = self._count(made)
-        if name in ("mm", "bmm", "_grouped_mm", "dot", "mv"):
+        result = self._count(made[0])
+        if name in ("mm", "bmm", "dot", "mv") or name in _ROUTED:
             self.flops += constant(2) * result * self._size(operands[0].shape[-1])
         elif name in ("addmm", "baddbmm", "addbmm"):
             self.flops += constant(2) * result * self._size(operands[1].shape[-1]) + result
@@ -132,8 +138,12 @@ class _Counter(TorchDispatchMode):
             bias = result if len(operands) > 2 else Polynomial()
             self.flops += constant(2) * result * self._size(operands[0].shape[-1]) + bias
         elif name == "_softmax":  # maximum, difference, exponential, sum, quotient
-            rows = self._count(made.select(args[1], 0))
+            rows = self._count(made[0].select(args[1], 0))
             self.flops += constant(5) * result - constant(2) * rows
+        elif name in ("native_layer_norm", "_fused_rms_norm"):
+            # mean and difference (of the former), square, mean, epsilon, root, product; then weight and bias
+            each = constant((5 if name == "native_layer_norm" else 3) + len(operands) - 1)
+            self.flops += each * result + constant(2) * self._count(made[1])
         elif torch.Tag.pointwise in func.tags:
             self.flops += result
         elif torch.Tag.reduction in func.tags or name == "cumsum":

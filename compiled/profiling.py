@@ -238,7 +238,8 @@ class Recorder:
             key, work = self._places[place].piece, _NOT_KNOWN
             about = self._about.get(key) if key is not None else None
             if about is not None and about.work is not None:
-                work = about.work.bytes(seen.tokens, seen.rows), about.work.flops(seen.tokens, seen.rows)
+                sizes, moved = (seen.tokens, seen.rows), about.work.bytes
+                work = None if moved is None else moved(*sizes), about.work.flops(*sizes)
             elif self._places[place].kind == "attention":
                 work = attended[self._layers[self._attentions.index(place)]]
             spans.append(Span(place, self._clock.seconds(seen.began, first), self._clock.seconds(first, second), *work))

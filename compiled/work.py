@@ -42,9 +42,10 @@ def constant(value: int) -> Polynomial:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one call. ``uncounted`` are operators whose operations are not among ``flops``."""
+    """Of one call. ``bytes`` are None where they depend on numbers, as those of a mixture of experts do; ``uncounted``
+    are operators whose operations are not among ``flops``."""
 
-    bytes: Polynomial
+    bytes: Polynomial | None
     flops: Polynomial
     uncounted: tuple[str, ...] = ()
 

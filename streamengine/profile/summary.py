@@ -69,7 +69,7 @@ def summarise(window: Window, there: Circumstances) -> Profile:
         step_s=StepTime(total=total, mean=total / len(steps), p50=median, min=min(seconds), max=max(seconds)),
         rows=_histogram(step.rows for step in steps),
         tokens=_histogram(step.tokens for step in steps),
-        ledger={name: value for name, value in there.statistics.items() if name.endswith("_bytes")},
+        ledger=_ledger(there.statistics),
         startup=_startup(there.statistics),
         calls=calls,
         host=Host(seconds=total - covered, share=(total - covered) / total),
@@ -133,6 +133,11 @@ def _histogram(values: Iterable[int]) -> tuple[Bucket, ...]:
     return tuple(Bucket(at_most=COUNTS[place], steps=steps) for place, steps in sorted(places.items()))
 
 
+def _ledger(values: Mapping[str, float]) -> dict[str, float]:
+    """What takes memory: not what a step reads of it."""
+    return {name: value for name, value in values.items() if name.endswith("_bytes") and name != "read_bytes"}
+
+
 def _startup(values: Mapping[str, float]) -> dict[str, float]:
     stages = {name.removesuffix("_seconds"): value for name, value in values.items() if name.endswith("_seconds")}
     return {stage: seconds for stage, seconds in stages.items() if stage != "step"}
@@ -160,7 +165,7 @@ def _piece(about: PieceAbout) -> Piece:
         key=about.key,
         name=re.sub(r"[\w.]+\.\d+: ", "", about.places[0]),
         places=about.places,
-        bytes=None if work is None else str(work.bytes),
+        bytes=None if work is None or work.bytes is None else str(work.bytes),
         flops=None if work is None else str(work.flops),
         uncounted=() if work is None else work.uncounted,
         kernels=tuple(Kernel(name=name, source=_cut(source)) for name, source in (about.kernels or {}).items()),
