@@ -101,6 +101,7 @@ function drawHead() {
     `${profile.architecture}, ${profile.dtype}${profile.eager ? ", eager" : ""}`,
     `${hardware.cpu}, ${plural(hardware.threads, "thread")} on ${plural(hardware.cores, "core")}${device}`,
     plural(steps, "step"), profile.created.replace("T", " ").slice(0, 16),
+    profile.trace && `trace in ${profile.trace}`,
     overhead && `measuring makes a step ${percent(overhead.on_s / overhead.off_s - 1)} longer`,
   ].filter(Boolean).join(" · ");
   const [worst] = kinds;
@@ -123,6 +124,16 @@ function drawHead() {
       html("p.soft", {}, says.join(" · "))),
     ...tiles.map(([figure, label, more]) => html("div.tile", {}, html("p.label", {}, label), html("p.figure", {}, figure), html("p.soft", {}, more))),
   );
+}
+
+/** Means that are far above the medians are not the model's doing. */
+function warn() {
+  const timed = profile.calls.filter((call) => call.p50_s !== null);
+  const [mean, median] = [sum(timed.map((call) => call.total_s)) / steps, sum(timed.map((call) => call.p50_s * call.calls)) / steps];
+  if (mean < 1.3 * median) return;
+  at("verdict").before(html("p.notice", { role: "note" }, html("b", {}, "Interrupted. "),
+    `The calls of a step take ${seconds(mean)} in the mean and ${seconds(median)} by their medians: something else had this machine's cores, ` +
+    "or some calls come in bursts. Read the medians, and the ceilings with care."));
 }
 
 function drawBars() {
@@ -350,6 +361,7 @@ function amounts(target, pairs, show) {
 }
 
 drawHead();
+warn();
 drawBars();
 drawTimeline();
 drawRoofline();

@@ -63,6 +63,14 @@ def test_the_most_expensive_is_told_first_and_has_the_first_bar(
     assert widths == sorted(widths, reverse=True)
 
 
+def test_an_interrupted_run_says_so(tab: Any, tmp_path: Path) -> None:
+    show(tab, tmp_path, profile())
+    assert tab.locator(".notice").count() == 0
+    calls = tuple(msgspec.structs.replace(call, p50_s=call.mean_s / 2) for call in profile().calls)
+    show(tab, tmp_path, profile(calls=calls))
+    assert "14.4 ms in the mean and 7.22 ms by their medians" in tab.locator(".notice").text_content()
+
+
 def test_all_parts_are_there_and_add_up_to_the_step(tab: Any, tmp_path: Path) -> None:
     show(tab, tmp_path, profile())
     assert tab.locator("#sum").text_content() == "calls 14.4 ms + host/other 620 µs = step 15.1 ms (mean of 100)"
