@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model peers serve test test-slow test-models asan soak check types format clean
+.PHONY: help install dev model peers profile serve test test-slow test-models asan soak check types format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-models  every architecture that is served is traced and cut: a quarter of an hour"
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
+	@echo "make profile    what each compiled piece of $(MODEL) costs while it decodes: the path of a report  (MODEL=)"
 	@echo "make check      linter, format, types, import rules"
 	@echo "make types      TypeScript from npm, with which make test checks the browser client's types"
 	@echo "make format     let the linter and the formatter change the files"
@@ -78,6 +79,9 @@ asan: $(VENV)/.dev
 	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
 	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py
+
+profile: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
+	@$(RUN) profiles.scenarios.decode --model '$(MODEL)'
 
 soak: $(VENV)/.dev
 	$(RUN) profiles.soak --seconds $(SECONDS)

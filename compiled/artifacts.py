@@ -31,13 +31,17 @@ from torch import Tensor
 from compiled import inductor
 from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call, Generated
-from compiled.recipe import Attention, Constant, Fed, Held, ModelFacts, Parameter, Recipe, Run
+from compiled.recipe import Attention, Constant, Fed, Held, ModelFacts, Parameter, PieceFacts, Recipe, Run
 from compiled.store import Store, Unusable
+from compiled.work import Polynomial, Work
 
 Factors = Mapping[str, Any]
 """What an entry depends on, by name: JSON values, nested."""
 
 _SOURCE, _RECIPE, _CONSTANTS, _LIBRARY = "piece.py", "recipe.json", "constants.safetensors", "kernels.so"
+_MAKING = "making.json"
+"""Kernels' sources and seconds: for a reader, and missing where nobody noted them."""
+
 _SAYS_NOTHING = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
 """Entries of a config that change no graph."""
 
@@ -51,10 +55,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is compiled: ``pieces`` by their keys in the recipe, ``notes`` as they were saved."""
+    """A model that is compiled: ``pieces`` and what was ``generated`` for them by their keys in the recipe, ``notes``
+    as they were saved."""
 
     recipe: Recipe
     pieces: Mapping[str, Call]
+    generated: Mapping[str, Generated]
     notes: Mapping[str, Any]
 
 
@@ -100,7 +106,7 @@ class Cache:
             weakref.finalize(self, shutil.rmtree, self._workshop, ignore_errors=True)
         return self._workshop
 
-    def piece(self, key: str) -> Call | None:
+    def piece(self, key: str) -> tuple[Call, Generated] | None:
         """The piece that `compiled.split` calls ``key``, compiled for this machine; None where there is none."""
         try:
             return self._load_piece(key)
@@ -148,17 +154,20 @@ class Cache:
             pieces = {call.key: self._load_piece(call.key) for call in recipe.calls if isinstance(call, Run)}
         except Unusable as error:
             return str(error)
-        missing = [key for key, call in pieces.items() if call is None]
-        if missing:
-            return f"{self._piece_name(missing[0])} is not there any more"
-        return Loaded(recipe, {key: call for key, call in pieces.items() if call}, entry.manifest["notes"])
+        there = {key: found for key, found in pieces.items() if found is not None}
+        for missing in pieces.keys() - there.keys():
+            return f"{self._piece_name(missing)} is not there any more"
+        calls = {key: call for key, (call, _) in there.items()}
+        return Loaded(recipe, calls, {key: made for key, (_, made) in there.items()}, entry.manifest["notes"])
 
-    def _load_piece(self, key: str) -> Call | None:
+    def _load_piece(self, key: str) -> tuple[Call, Generated] | None:
         if not self._open or (entry := self.store.read(self._piece_name(key))) is None:
             return None
         try:
             library = entry.path / _LIBRARY if _LIBRARY in entry.files else None
-            return inductor.load(Generated(entry.files[_SOURCE].decode(), library, _tensors(entry.files)))
+            making = json.loads(entry.files.get(_MAKING, b"{}"))
+            generated = Generated(entry.files[_SOURCE].decode(), library, _tensors(entry.files), **making)
+            return inductor.load(generated), generated
         except Exception as error:  # it is ours and whole: another libc, a full memory, a bug
             raise Unusable(f"{entry.path} does not load: {type(error).__name__}: {error}") from error
 
@@ -229,7 +238,8 @@ def _recipe_name(factors: Factors) -> str:
 
 def _piece_files(generated: Generated) -> dict[str, bytes]:
     library = {} if generated.library is None else {_LIBRARY: generated.library.read_bytes()}
-    return {_SOURCE: generated.source.encode(), **library, **_constants(generated.constants)}
+    making = json.dumps({"kernels": dict(generated.kernels), "seconds": dict(generated.seconds)}, indent=1).encode()
+    return {_SOURCE: generated.source.encode(), **library, **_constants(generated.constants), _MAKING: making}
 
 
 def _recipe_files(recipe: Recipe) -> dict[str, bytes]:
@@ -259,7 +269,8 @@ def _tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
     return safetensors.torch.load(files[_CONSTANTS]) if _CONSTANTS in files else {}
 
 
-_TYPES = {t.__name__: t for t in (Attention, AttentionSpec, Constant, Fed, Held, ModelFacts, Parameter, Run)}
+_VALUES = (Attention, AttentionSpec, Constant, Fed, Held, ModelFacts, Parameter, PieceFacts, Polynomial, Run, Work)
+_TYPES = {kind.__name__: kind for kind in _VALUES}
 _TYPE = "$type"
 """No name of a value begins with a dollar."""
 

@@ -10,9 +10,9 @@ What was saved needs neither transformers nor torch's compiler, and does not imp
 """
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +31,7 @@ from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
 from compiled.step import LoadError, ModelSpec
 from compiled.stopwatch import Stopwatch
+from compiled.timeline import PieceAbout
 from compiled.weights import Report, cache_folder, read_json
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Fresh:
 @dataclass(frozen=True)
 class Built:
     """A forward pass, and what must be known of it. ``seconds`` tells the time of each stage, ``pieces`` how many calls
-    of compiled pieces a pass makes and ``unique`` of how many different ones; ``fresh`` is None for what was saved."""
+    of compiled pieces a pass makes and ``unique`` of how many different ones; ``fresh`` is None for what was saved.
+    ``about`` says of each piece what is in it and how it was made."""
 
     spec: ModelSpec
     layers: tuple[AttentionSpec, ...]
@@ -81,6 +83,7 @@ class Built:
     pieces: int = 0
     unique: int = 0
     fresh: Fresh | None = None
+    about: tuple[PieceAbout, ...] = ()
 
 
 def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report) -> Built:
@@ -126,9 +129,12 @@ def build_compiled(
         _load_kernel()
         recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, timed)
+        about = _about(recipe, found.generated, found.generated.keys(), None)
     else:
+        missed = cache.explain(name, factors)
         recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed)
         functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
+        about = _about(recipe, {**compiled.found, **compiled.generated}, compiled.found.keys(), missed)
     spec = _spec(recipe.model, folder, name, dtype, max_model_len)
     fresh = None
     if found is None or found.notes.get("check") is None:
@@ -138,7 +144,27 @@ def build_compiled(
     with timed("bind"):
         program = bind(recipe, functions, weights)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
-    return Built(spec, recipe.model.layers, program, recipe.model.work, timed.seconds, runs, len(functions), fresh)
+    model = recipe.model
+    return Built(spec, model.layers, program, model.work, timed.seconds, runs, len(functions), fresh, about)
+
+
+def _about(
+    recipe: Recipe, generated: Mapping[str, Generated], found: Collection[str], missed: str | None
+) -> tuple[PieceAbout, ...]:
+    places: dict[str, list[str]] = {}
+    for call in recipe.calls:
+        if isinstance(call, Run):
+            places.setdefault(call.key, []).append(call.name)
+    about = []
+    for key, names in places.items():
+        facts, made = recipe.facts.get(key), generated.get(key)
+        told = PieceAbout(key, tuple(names), found=key in found, missed=None if key in found else missed)
+        if facts is not None:
+            told = replace(told, work=facts.work, graph=facts.graph)
+        if made is not None:
+            told = replace(told, code=made.source, kernels=made.kernels, seconds=made.seconds)
+        about.append(told)
+    return tuple(about)
 
 
 def factors_of(

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from compiled.artifacts import Cache
+from compiled.counting import describe_pieces
 from compiled.fuse import fuse
 from compiled.model import facts_of, limit_of, read_config, read_weights
 from compiled.pieces import Compiled, compile_pieces
 from compiled.probe import probe
-from compiled.recipe import Held, ModelFacts, Parameter, Recipe, Run
+from compiled.recipe import Held, ModelFacts, Parameter, PieceFacts, Recipe, Run
 from compiled.rope import settle_rope
 from compiled.skeleton import build_skeleton, compute_buffers, held_tensors
 from compiled.split import Piece, Split
@@ -77,9 +78,11 @@ def compile_model(
     parts = split_model(described.module, described.choice, described.buffers, timed)
     with timed("split"):
         parts = fuse(parts) if fused else parts
+    with timed("count"):
+        facts = describe_pieces(parts)
     with timed("compile"):
         compiled = compile_pieces(parts, cache, report)
-    return _recipe(parts, described), compiled
+    return _recipe(parts, described, facts), compiled
 
 
 def read_through_transformers(folder: Path, dtype: torch.dtype, held: Mapping[str, Held]) -> dict[str, Tensor]:
@@ -100,7 +103,7 @@ def read_through_transformers(folder: Path, dtype: torch.dtype, held: Mapping[st
     return {name: tensors[name].detach() for name in held}
 
 
-def _recipe(parts: Split, described: Description) -> Recipe:
+def _recipe(parts: Split, described: Description, facts: Mapping[str, PieceFacts]) -> Recipe:
     names = {name for one in parts.sources.values() if isinstance(one, Parameter) for name in one.names}
     return Recipe(
         calls=tuple(
@@ -112,4 +115,5 @@ def _recipe(parts: Split, described: Description) -> Recipe:
         held={name: described.held[name] for name in sorted(names)},
         output=parts.output,
         model=described.facts,
+        facts=facts,
     )

@@ -11,9 +11,10 @@ import ast
 import builtins
 import importlib.abc
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,20 +39,25 @@ OPTIONS: Mapping[str, Any] = {
 @dataclass(frozen=True)
 class Generated:
     """What Inductor wrote: ``source`` defines ``call`` and asks for kernels of ``library`` (None: there are none), and
-    for ``constants``, which are tensors by the names of the globals that they become."""
+    for ``constants``, which are tensors by the names of the globals that they become. ``kernels`` are the sources of
+    its own kernels by the names that ``source`` gives them, ``seconds`` tell what making it took, by stage; both are
+    for a reader."""
 
     source: str
     library: Path | None
     constants: Mapping[str, Tensor]
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Written:
-    """The same before its ``kernels``, by symbol, are compiled."""
+    """The same before its ``kernels``, by their names in ``source``, are compiled."""
 
     source: str
     kernels: Mapping[str, Kernel]
     constants: Mapping[str, Tensor]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class NotPortable(Exception):
@@ -64,16 +70,26 @@ def generate(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Gene
 
 
 def build(written: Mapping[str, Written], folder: Path) -> dict[str, Generated]:
-    """Compile the kernels of all that was ``written``, as one library in ``folder``.
+    """Compile the kernels of all that was ``written``, as one library in ``folder``. Each is told the seconds of that
+    run as ``cxx``, and how many have kernels in it as ``cxx_pieces``.
 
     Raises:
         NotCompiled: what the compiler says.
     """
-    together = {symbol: kernel for one in written.values() for symbol, kernel in one.kernels.items()}
+    together = {kernel.symbol: kernel for one in written.values() for kernel in one.kernels.values()}
+    started = time.perf_counter()
     with _working_in(folder):
         library = kernels.build(together, folder) if together else None
+    seconds = {"cxx": time.perf_counter() - started, "cxx_pieces": sum(bool(one.kernels) for one in written.values())}
     return {
-        name: Generated(one.source, library if one.kernels else None, one.constants) for name, one in written.items()
+        name: Generated(
+            one.source,
+            library if one.kernels else None,
+            one.constants,
+            {name: kernel.source for name, kernel in one.kernels.items()},
+            {**one.seconds, **(seconds if one.kernels else {})},
+        )
+        for name, one in written.items()
     }
 
 
@@ -89,20 +105,32 @@ def write(graph: fx.GraphModule, inputs: Sequence[Any], folder: Path) -> Written
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     results: list[Any] = []
+    inner = 0.0
 
     def compile_inner(*arguments: Any, **options: Any) -> Any:
+        nonlocal inner
+        started = time.perf_counter()
         results.append(compile_fx_inner(*arguments, **options))
+        inner += time.perf_counter() - started
         return results[-1]
 
     modes = {value.fake_mode for value in inputs if hasattr(value, "fake_mode")}
     (mode,) = modes
     context = torch._guards.TracingContext(mode)
     no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+    started, before = time.perf_counter(), _codegen_seconds()
     with torch.no_grad(), torch._guards.tracing(context), no_cache, _working_in(folder):
         compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=dict(OPTIONS))
     if len(results) != 1:
         raise NotPortable(f"one graph became {len(results)}")
-    return _portable(results[0])
+    whole, codegen = time.perf_counter() - started, _codegen_seconds() - before
+    seconds = {"trace": whole - inner, "lower": inner - codegen, "codegen": codegen}
+    return replace(_portable(results[0]), seconds=seconds)
+
+
+def _codegen_seconds() -> float:
+    """What Inductor has spent on writing code in this process, by torch's own count."""
+    return sum(torch._dynamo.utils.compilation_time_metrics.get("GraphLowering.codegen", ()))
 
 
 @contextmanager
@@ -155,7 +183,7 @@ def _portable(result: Any) -> Written:
     noted = {name: value for name, value in there.items() if isinstance(value, Kernel)}
     symbols = {name: kernel.symbol for name, kernel in noted.items()}
     source = prune(result.source_code, result.constants, symbols)
-    return Written(source, {kernel.symbol: kernel for kernel in noted.values()}, result.constants)
+    return Written(source, noted, result.constants)
 
 
 def prune(source: str, constants: Mapping[str, Tensor], symbols: Mapping[str, str]) -> str:

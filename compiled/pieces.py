@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """``functions`` by the keys of the pieces; ``generated`` are those that were compiled just now, to be kept.
-    A piece of ``homebound`` runs in this process only."""
+    """``functions`` by the keys of the pieces; ``generated`` are those that were compiled just now, to be kept, and
+    ``found`` those that were there. A piece of ``homebound`` runs in this process only."""
 
     functions: dict[str, Call] = field(default_factory=dict)
     generated: dict[str, Generated] = field(default_factory=dict)
+    found: dict[str, Generated] = field(default_factory=dict)
     homebound: dict[str, Call] = field(default_factory=dict)
 
 
@@ -44,15 +45,15 @@ def compile_pieces(parts: Split, cache: Cache, report: Callable[[str, float, flo
     compiled, written = Compiled(), dict[str, Written]()
     for done, piece in enumerate(parts.unique):
         report("compile", done, len(parts.unique) + 1)
-        if (function := cache.piece(piece.key)) is None:
+        if (stored := cache.piece(piece.key)) is not None:
+            compiled.functions[piece.key], compiled.found[piece.key] = stored
+        else:
             try:
                 fresh = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
                 written[piece.key] = inductor.write(fresh, example_inputs(piece.graph), cache.workshop)
-                continue
             except NotPortable as reason:
                 log.warning("%s is compiled at each start: %s", piece.name, reason)
-                function = compiled.homebound[piece.key] = _compile_at_home(piece.graph)
-        compiled.functions[piece.key] = function
+                compiled.homebound[piece.key] = compiled.functions[piece.key] = _compile_at_home(piece.graph)
     report("compile", len(parts.unique), len(parts.unique) + 1)
     compiled.generated.update(inductor.build(written, cache.workshop))
     compiled.functions.update({key: inductor.load(generated) for key, generated in compiled.generated.items()})

@@ -6,11 +6,12 @@ Owns values only: nothing here traces, compiles, reads or runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from compiled.attention.base import AttentionSpec
+from compiled.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,17 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class PieceFacts:
+    """What is told of a piece: its graph as text, and the work of one call, where it is known."""
+
+    graph: str
+    work: Work | None
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``sources`` says where each value that no call makes comes from; ``output`` is the value of the logits;
-    ``held`` describes each tensor of the checkpoint that a source names."""
+    ``held`` describes each tensor of the checkpoint that a source names, ``facts`` each piece, by its key."""
 
     calls: tuple[Run | Attention, ...]
     sources: Mapping[str, Source]
@@ -104,3 +113,4 @@ class Recipe:
     held: Mapping[str, Held]
     output: str
     model: ModelFacts
+    facts: Mapping[str, PieceFacts] = field(default_factory=dict)

@@ -17,13 +17,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiled import batch as batches
 from compiled import program, selfcheck
 from compiled.artifacts import Cache
 from compiled.attention.base import Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
 from compiled.attention.reference import ReferenceAttention
+from compiled.batch import Batch
 from compiled.build import (
     FAST,
     BuildOptions,
@@ -35,14 +35,16 @@ from compiled.build import (
     factors_of,
     keep,
 )
+from compiled.ceilings import measure_ceilings
 from compiled.compilations import Watch
 from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
-from compiled.logprobs import logprobs
 from compiled.memory import peak_of
 from compiled.native import KernelUnavailable
 from compiled.parameters import DTYPES
-from compiled.sampler import sample
+from compiled.profiling import Recorder
+from compiled.stages import HOST, Stages
 from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.timeline import Measure, PieceAbout, Window
 from compiled.weights import Report, cache_folder, has_weights, resolve
 
 log = logging.getLogger(__name__)
@@ -83,10 +85,20 @@ class CpuRunner:
 
     depth = 1
 
-    def __init__(self, model: ModelSpec, run: Forward, attention: Callable[[KVStore], ModelAttention]) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        run: Forward,
+        attention: Callable[[KVStore], ModelAttention],
+        layers: Sequence[AttentionSpec] = (),
+        about: Sequence[PieceAbout] = (),
+    ) -> None:
         self.model = model
-        self._run = run
+        self._stages = Stages(run)
         self._make_attention = attention
+        self._layers, self._about = layers, about
+        self._recorder: Recorder | None = None
+        self._measured = self._stages
         self._facts: dict[str, float] = {}
         self._watch: Watch | None = None
         self._reset()
@@ -106,11 +118,20 @@ class CpuRunner:
         self._facts.update(facts)
 
     def submit(self, step: Step) -> FinishedStep:
-        started = time.perf_counter()
         assert not any(map(attrgetter("pending"), step.rows)), "a runner of depth 1 has no step in flight"
-        with torch.inference_mode():
-            tokens, drawn, scores = self._execute(step)
+        recorder = self._recorder
+        stages = self._measured if recorder is not None and recorder.begin(step) else self._stages
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                tokens, drawn, scores = self._execute(step, stages)
+        except BaseException:
+            if recorder is not None:
+                recorder.drop()
+            raise
         seconds = time.perf_counter() - started
+        if recorder is not None:
+            recorder.end(seconds)
         self._steps += 1
         self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._seconds += seconds
@@ -120,14 +141,34 @@ class CpuRunner:
                 log.error("step %d: something was compiled while serving: %s", step.number, what)
         return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
 
-    def _execute(self, step: Step) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
+    def profile(self, measure: Measure) -> None:
+        """See `compiled.timeline.Profiled`."""
+        keys, _ = self._store.layers[0]
+        self._recorder = Recorder(
+            measure, self._stages.run, HOST, self._about, self._layers, keys.itemsize, device=keys.device
+        )
+        self._measured = self._stages.measured(self._recorder)
+
+    def profiled(self, *, stop: bool = False) -> Window | None:
+        """See `compiled.timeline.Profiled`."""
+        recorder = self._recorder
+        if recorder is None or not (stop or recorder.done):
+            return None
+        self._recorder, self._measured = None, self._stages
+        return recorder.window()
+
+    def ceilings(self) -> dict[str, float]:
+        """See `compiled.timeline.Profiled`."""
+        return measure_ceilings(self.model.dtype)
+
+    def _execute(self, step: Step, stages: Stages) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
         """For each row: tokens, their log-probabilities, and those of its targets."""
-        batch = self._prepare(step)
+        batch = self._prepare(step, stages)
         started = time.perf_counter()
-        logits_RV = self._forward(batch)
+        logits_RV = self._forward(batch, stages)
         computed = time.perf_counter()
         sampled = sum(batch.samples)
-        tokens_R, broken = sample(logits_RV[:sampled], batch.sampling, step.masks)
+        tokens_R, broken = stages.sample(logits_RV[:sampled], batch.sampling, step.masks)
         if broken and not self._broken_rows:
             log.error("step %d: %d rows of the model's logits hold NaN; such ids are not drawn", step.number, broken)
         self._broken_rows += broken
@@ -136,19 +177,19 @@ class CpuRunner:
         tokens = _per_row(tokens_R.tolist(), batch.samples)
         if not any(map(is_not, batch.tops, repeat(None))):
             return tokens, (), ()
-        found = logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
+        found = stages.logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
         drawn, scores = _per_row(found[:sampled], batch.samples), _per_row(found[sampled:], batch.scores)
         return tokens, _asked(drawn), _asked(scores)
 
-    def _prepare(self, step: Step) -> batches.Batch:
+    def _prepare(self, step: Step, stages: Stages) -> Batch:
         for source, target in step.copies:
             self._store.copy(source, target)
-        batch = batches.build(step, self.kv.page_size, program.SMALLEST)
-        self._attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        batch = stages.batch(step, self.kv.page_size, program.SMALLEST)
+        stages.plan(self._attention, batch)
         return batch
 
-    def _forward(self, batch: batches.Batch) -> Tensor:
-        logits_RV = self._run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
+    def _forward(self, batch: Batch, stages: Stages) -> Tensor:
+        logits_RV = stages.run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
         # Without the rows that pad the step and the ids that pad the head.
         return logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
@@ -156,7 +197,7 @@ class CpuRunner:
         """Logits ``[R, V]`` of the rows that sample, then of those that score, without sampling: for tests and
         self-checks."""
         with torch.inference_mode():
-            return self._forward(self._prepare(step)).clone()
+            return self._forward(self._prepare(step, self._stages), self._stages).clone()
 
     def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
         """Raises LoadError where the logits are not the expected ones."""
@@ -244,7 +285,7 @@ def build_runner(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
     )  # fmt: skip
-    runner = CpuRunner(built.spec, built.run, attention)
+    runner = CpuRunner(built.spec, built.run, attention, built.layers, built.about)
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
     _allocate(runner, built, options)
     if built.fresh is not None:

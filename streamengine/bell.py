@@ -1,11 +1,14 @@
 """What tasks wait for: a bell that rings again and again, a reply that comes once."""
 
 from math import inf
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from streamengine.errors import StreamEngineError
+
+T = TypeVar("T")
 
 
 class Bell:
@@ -34,19 +37,20 @@ class Bell:
             await self._event.wait()
 
 
-class Reply:
-    """One answer for everybody who waits for it: numbers by name, or an error."""
+class Reply(Generic[T]):
+    """One answer, or an error, for everybody who waits for it."""
 
     def __init__(self) -> None:
         self._event = anyio.Event()
-        self._values: dict[str, float] | StreamEngineError = {}
+        self._answer: list[T | StreamEngineError] = []
 
-    def set(self, values: dict[str, float] | StreamEngineError) -> None:
-        self._values = values
+    def set(self, answer: T | StreamEngineError) -> None:
+        self._answer.append(answer)
         self._event.set()
 
-    async def wait(self) -> dict[str, float]:
+    async def wait(self) -> T:
         await self._event.wait()
-        if isinstance(self._values, StreamEngineError):
-            raise self._values
-        return self._values
+        answer = self._answer[0]
+        if isinstance(answer, StreamEngineError):
+            raise answer
+        return answer

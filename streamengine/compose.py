@@ -1,6 +1,5 @@
 """The composition root: the only place that builds a runner, a tokenizer and an engine from a config."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from streamengine.config import DEFAULT_MODEL, EngineConfig
 from streamengine.engine import Engine
 from streamengine.errors import StartupError
 from streamengine.link import CoreLink, FrontLink, Progress, link_pair
+from streamengine.profile.hardware import usable_cores
 from streamengine.tokenizer import load_tokenizer
 
 OBITUARY_S = 1.0
@@ -147,11 +147,6 @@ def default_threads() -> int:
     """All usable cores but one: compute threads that spin at a barrier while the event loop or a client
     holds the core they wait for are slower than fewer threads that never wait."""
     return max(1, usable_cores() - 1)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @asynccontextmanager

@@ -30,13 +30,16 @@ from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
 from streamengine.link import (
     Abort,
+    AskProfile,
     AskStatistics,
     Configure,
     CoreLink,
     Deltas,
+    EndProfile,
     Failed,
     LinkBroken,
     LinkClosed,
+    Profiled,
     Progress,
     Ready,
     Statistics,
@@ -46,6 +49,7 @@ from streamengine.link import (
 )
 from streamengine.pace import Pace
 from streamengine.prefix import PrefixCache
+from streamengine.profiling import Profiling
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
 from streamengine.trace import Tracer
@@ -130,7 +134,8 @@ def _start(
 
     guide = stack.enter_context(closing(Guide(partial(load_vocabulary, model))))
     scheduler = build_scheduler(config, model, runner.kv, guide.mask)
-    return _Core(link, runner, scheduler, guide, clock, tracer, debug=config.debug)
+    profiling = Profiling(runner, model, eager=config.eager)
+    return _Core(link, runner, scheduler, guide, profiling, clock, tracer, debug=config.debug)
 
 
 def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec, mask: MakeMasks | None = None) -> Scheduler:
@@ -172,6 +177,7 @@ class _Core:
         runner: Runner,
         scheduler: Scheduler,
         guide: "Guide",
+        profiling: Profiling,
         clock: Callable[[], float],
         tracer: Tracer | None,
         *,
@@ -181,6 +187,7 @@ class _Core:
         self._runner = runner
         self._scheduler = scheduler
         self._guide = guide
+        self._profiling = profiling
         self._unguided: dict[int, tuple[Request, float]] = {}
         """Requests whose grammar is in the making, and when they came."""
         self._clock = clock
@@ -198,6 +205,7 @@ class _Core:
             self._launch()
             self._land()
             self._flush()
+            self._tell(self._profiling.poll())
             if self._failures >= MAX_FAILED_STEPS:
                 self._link.send(Failed(EngineFailure.code, f"{self._failures} steps in a row failed"))
                 return
@@ -227,11 +235,19 @@ class _Core:
                     self._abort(message.request, message.cause, message.index)
                 case AskStatistics():
                     self._link.send(Statistics(self._statistics()))
+                case AskProfile():
+                    self._tell(self._profiling.start(message))
+                case EndProfile():
+                    self._tell(self._profiling.end(message.number))
                 case Stop():
                     return False
                 case Configure():
                     raise AssertionError("configured twice")
         return True
+
+    def _tell(self, answer: Profiled | None) -> None:
+        if answer is not None:
+            self._link.send(answer)
 
     def _submit(self, request: Request) -> None:
         now = self._clock()

@@ -20,19 +20,18 @@ from anyio.abc import TaskGroup
 
 from compiled.step import KVSpec, ModelSpec
 from streamengine.answer import Answer, Answers
-from streamengine.bell import Reply
 from streamengine.choice import Choice, open_choices
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
 from streamengine.guided.leniency import Judges
 from streamengine.intake import Asked, Generate, Intake
 from streamengine.link import (
-    AskStatistics,
     Configure,
     Deltas,
     Failed,
     FrontLink,
     LinkClosed,
+    Profiled,
     Progress,
     Ready,
     Statistics,
@@ -41,6 +40,8 @@ from streamengine.link import (
     ToCore,
 )
 from streamengine.log import Log
+from streamengine.profile.record import Profile
+from streamengine.questions import How, Questions
 from streamengine.request import MAX_SEED
 from streamengine.stream import Result, Stream, read_choices
 from streamengine.tokenizer import Tokenizer
@@ -110,7 +111,7 @@ class Engine:
         self._submitted = 0
         self._refused: Counter[str] = Counter()
         self._rearm = anyio.Event()
-        self._asked: Reply | None = None
+        self._questions = Questions(self._post)
         self._block: AbstractAsyncContextManager[Engine]
 
     # life
@@ -200,20 +201,21 @@ class Engine:
         Raises:
             Unavailable, EngineFailure: there is no core to ask.
         """
-        if self._phase != "ready" or self._link is None:
-            raise self._refusal()
-        if self._asked is None:
-            self._asked = Reply()
-            self._link.post(AskStatistics())
-        core = await self._asked.wait()
+        self._check_core()
         return {
-            **core,
+            **await self._questions.statistics(),
             "engine_open": len(self._answers),
             "engine_preparing": self._preparing,
             "engine_submitted": self._submitted,
             **{f"engine_{name}": value for name, value in self._answers.statistics().items()},
             **{f"engine_refused_{code}": count for code, count in self._refused.items()},
         }
+
+    async def profile(self, steps: int = 32, **how: Unpack[How]) -> Profile:
+        """What the next steps cost, call by call, whoever they are for: see `Questions.profile`. Raises what it and
+        `statistics` do."""
+        self._check_core()
+        return await self._questions.profile(steps, **how)
 
     # taking requests in
 
@@ -250,6 +252,10 @@ class Engine:
 
     def _check_ready(self) -> None:
         if self.status != "ready":
+            raise self._refusal()
+
+    def _check_core(self) -> None:
+        if self._phase != "ready" or self._link is None:
             raise self._refusal()
 
     def _refusal(self) -> StreamEngineError:
@@ -345,8 +351,8 @@ class Engine:
                             self._tell(progress)
                     case Ready() as ready:
                         await self._become_ready(ready)
-                    case Statistics(values):
-                        self._reply(values)
+                    case Statistics() | Profiled() as answer:
+                        self._questions.answer(answer)
                     case Failed(_, message):
                         break
         except LinkClosed as error:
@@ -374,8 +380,7 @@ class Engine:
         if self._phase == "ready":
             self._phase = "starting"
         self._answers.fail_all(error)
-        if self._asked is not None:
-            self._reply(error)
+        self._questions.fail(error)
         self._change()
 
     def _change(self) -> None:
@@ -393,8 +398,3 @@ class Engine:
                 await self._rearm.wait()
             self._rearm = anyio.Event()
             self._post(*self._answers.expire(anyio.current_time()))
-
-    def _reply(self, values: dict[str, float] | StreamEngineError) -> None:
-        if self._asked is not None:
-            self._asked.set(values)
-            self._asked = None

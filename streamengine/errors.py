@@ -9,6 +9,7 @@ StreamEngineError
 │   ├── UnsupportedFeature       known to the protocol, not there in this engine
 │   ├── GrammarError             a schema, pattern or grammar that is broken or cannot be enforced
 │   ├── ModelNotFound
+│   ├── Conflict                 somebody else is at it, and it is done once at a time
 │   ├── Unauthorized             no key, or none that is known
 │   ├── Forbidden                the key is known and may not do this
 │   ├── StreamNotFound           never there, forgotten, or somebody else's: it is not told apart
@@ -86,6 +87,11 @@ class GrammarError(RequestError):
 class ModelNotFound(RequestError):
     code = "model_not_found"
     status = 404
+
+
+class Conflict(RequestError):
+    code = "conflict"
+    status = 409
 
 
 class Unauthorized(RequestError):

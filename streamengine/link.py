@@ -23,7 +23,9 @@ import anyio.abc
 import msgspec
 
 from compiled.step import KVSpec, ModelSpec
+from compiled.timeline import Measure
 from streamengine.config import EngineConfig
+from streamengine.profile.record import Profile
 from streamengine.request import Delta, Request
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -70,7 +72,22 @@ class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
     pass
 
 
-ToCore = Configure | Submit | Abort | Stop | AskStatistics
+class AskProfile(msgspec.Struct, frozen=True, tag="ask_profile"):
+    """Measure the next steps, and with ``ceilings`` the machine after them, which no step runs beside. Answered once,
+    by `Profiled`, after the last of them or after `EndProfile`. One at a time."""
+
+    number: int
+    measure: Measure
+    ceilings: bool = False
+
+
+class EndProfile(msgspec.Struct, frozen=True, tag="end_profile"):
+    """Answer now with what was measured. One that is answered already is ignored."""
+
+    number: int
+
+
+ToCore = Configure | Submit | Abort | Stop | AskStatistics | AskProfile | EndProfile
 
 # core → engine
 
@@ -108,7 +125,17 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
     values: dict[str, float]
 
 
-FromCore = Progress | Ready | Failed | Deltas | Statistics
+class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+    """The profile that was asked for as ``number``, or the error that took its place, by its code."""
+
+    number: int
+    profile: Profile | None = None
+    code: str = ""
+    message: str = ""
+    param: str | None = None
+
+
+FromCore = Progress | Ready | Failed | Deltas | Statistics | Profiled
 
 
 class _Frames(Generic[Message]):

@@ -1,9 +1,10 @@
-"""The routes: page, health, readiness, statistics, metrics, tickets, OpenAI's, and the stream endpoint."""
+"""The routes: page, health, readiness, statistics, metrics, profiles, tickets, OpenAI's, and the stream endpoint."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -12,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
+from compiled.timeline import MAX_STEPS
 from streamengine.errors import Forbidden
 from streamengine.server.gate import Gate
-from streamengine.server.http import Http
+from streamengine.server.http import Http, decode, unless_gone
 from streamengine.server.identity import TICKET_S
 from streamengine.server.metrics import Metrics
 from streamengine.server.openai import openai_routes
@@ -36,6 +38,7 @@ def routes(service: Service) -> list[BaseRoute]:
         *openai_routes(service),
         *stream_routes(http),
         http.route("/v1/stats", own.statistics, "GET"),
+        http.route("/v1/profile", own.profile, "POST"),
         http.route("/v1/tickets", own.ticket, "POST"),
         WebSocketRoute("/v1/stream", StreamEndpoint(service)),
     ]
@@ -67,6 +70,16 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, error.headers)
 
 
+class ProfileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See `streamengine.questions.How`. Measuring the ceilings halts every stream for a second, so it is off here; a
+    trace would be a file on this machine, so there is none."""
+
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] = 32
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
+    plain_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] = 0
+    ceilings: bool = False
+
+
 class _Routes:
     """Those of this file, for one server."""
 
@@ -95,6 +108,17 @@ class _Routes:
         streams = self._http.streams
         numbers = {**await streams.engine.statistics(), **streams.statistics(), "ledger": streams.engine.ledger}
         return JSONResponse(numbers)
+
+    async def profile(self, request: Request) -> Response:
+        """What the next steps cost, for admins where there are keys: names and code of the model, and nothing of what
+        anybody asked. Who leaves ends it."""
+        if not request.state.principal.admin:
+            raise Forbidden("profiles are for keys with admin = true")
+        body = await self._http.read(request, lambda data: decode(data or b"{}", ProfileBody))
+        engine = self._http.streams.engine
+        how = {name: getattr(body, name) for name in ("timeout_s", "plain_steps", "ceilings")}
+        found = await unless_gone(request, lambda: engine.profile(body.steps, **how))
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def ticket(self, request: Request) -> Response:
         """Stands for the caller's key in the URL of one WebSocket."""

@@ -6,7 +6,7 @@ the keys as they are. ::
     [alice]                  # the principal: streams and limits are its own
     key = "sk-…"             # or sha256 = "…", the hash of the key in hexadecimal
     tenant = "research"      # shares the engine and cached prefixes with the same; the principal's name by default
-    admin = true             # may read /v1/stats
+    admin = true             # may read /v1/stats and ask /v1/profile
 
 ``STREAMENGINE_API_KEYS`` holds keys with commas between them, ``name:key`` or ``key`` alone. Without any key
 everybody is the anonymous principal.
