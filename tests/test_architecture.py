@@ -84,6 +84,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "outline": {"skeleton", "split"},
         "trace": {"skeleton"},
         "skeleton": {"model"},
+        "device": set(),
         "program": {"inductor", "linear", "recipe"},
         "parameters": {"recipe"},
         "facts": {"recipe", "weights"},
