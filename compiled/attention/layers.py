@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compiled.attention.base import Attention, AttentionSpec, make_plan
+from compiled.attention.base import Attention, AttentionSpec
+from compiled.attention.tables import make_plan
 
 Views = Sequence[tuple[Tensor, Tensor]]
 

@@ -1,0 +1,158 @@
+"""Page tables: a step's rows as indptr, indices and last page length, checked once a step on the host.
+
+Refuses anything that would read or write outside a row's own pages, with the numbers, and what a captured graph
+could not replay.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiled.step import PADDING_PAGE
+
+Tables = tuple[Tensor, Tensor, Tensor, Tensor]
+"""qo_indptr, kv_indptr, kv_indices and kv_last_page_len."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's rows, checked. All tensors are int32 on the CPU, contiguous, and nobody else's.
+
+    Row ``r`` has tokens ``qo_indptr[r] .. qo_indptr[r + 1] - 1`` of the step, which are the last of its
+    ``kv_lens[r]`` positions, and pages ``kv_indices[kv_indptr[r] : kv_indptr[r + 1]]``.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_last_page_len: Tensor
+    kv_lens: Tensor
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.kv_lens.numel()
+
+
+def make_plan(
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, pages: int, page_size: int
+) -> Plan:
+    """Copy and check a step's page tables. ValueError names the tensor and the first bad entry."""
+    tables = {
+        "qo_indptr": qo_indptr,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "kv_last_page_len": kv_last_page_len,
+    }
+    for name, table in tables.items():
+        if table.dtype != torch.int32 or table.device.type != "cpu" or table.dim() != 1:
+            raise ValueError(
+                f"{name} must be a one-dimensional int32 tensor on the CPU, "
+                f"not {table.dtype} {tuple(table.shape)} on {table.device}"
+            )
+    rows = kv_last_page_len.numel()
+    if rows < 1:
+        raise ValueError("kv_last_page_len has no rows")
+    qo_lens = _lengths("qo_indptr", qo_indptr, rows)
+    page_counts = _lengths("kv_indptr", kv_indptr, rows)
+    if int(kv_indptr[-1]) != kv_indices.numel():
+        raise ValueError(f"kv_indptr ends at {int(kv_indptr[-1])} but kv_indices has {kv_indices.numel()} entries")
+    _refuse("kv_indices", kv_indices, (kv_indices < 0) | (kv_indices >= pages), f"outside 0..{pages - 1}")
+    last = kv_last_page_len
+    _refuse("kv_last_page_len", last, (last < 1) | (last > page_size), f"outside 1..{page_size}")
+    kv_lens = (page_counts - 1) * page_size + kv_last_page_len
+    if bool((qo_lens > kv_lens).any()):
+        row = int((qo_lens > kv_lens).nonzero()[0])
+        raise ValueError(f"row {row} has {int(qo_lens[row])} query tokens but a kv length of {int(kv_lens[row])}")
+    return Plan(
+        qo_indptr=_own(qo_indptr),
+        kv_indptr=_own(kv_indptr),
+        kv_indices=_own(kv_indices),
+        kv_last_page_len=_own(kv_last_page_len),
+        kv_lens=kv_lens,
+        tokens=int(qo_indptr[-1]),
+    )
+
+
+def pad(tables: Tables, rows: int) -> Tables:
+    """``tables`` with rows of one token and one position on `PADDING_PAGE` behind, ``rows`` in all.
+
+    That is what a graph for so many rows runs for fewer: such rows write and read the padding page alone.
+    """
+    qo_indptr, kv_indptr, kv_indices, kv_last_page_len = tables
+    missing = rows - kv_last_page_len.numel()
+    if missing < 0:
+        raise ValueError(f"{kv_last_page_len.numel()} rows cannot be padded to {rows}")
+    more = torch.arange(1, missing + 1, dtype=torch.int32)
+    return (
+        torch.cat([qo_indptr, qo_indptr[-1:] + more]),
+        torch.cat([kv_indptr, kv_indptr[-1:] + more]),
+        torch.cat([kv_indices, torch.full_like(more, PADDING_PAGE)]),
+        torch.cat([kv_last_page_len, torch.ones_like(more)]),
+    )
+
+
+class Fixed:
+    """What does not change between a graph's replays: the number of rows, and where a plan's tables lie."""
+
+    def __init__(self, rows: int, indices: int) -> None:
+        if min(rows, indices) < 1:
+            raise ValueError(f"a graph has at least one row and one page, not {rows} rows and {indices} pages")
+        self.rows = rows
+        self._qo_indptr, self._kv_indptr = _zeros(rows + 1), _zeros(rows + 1)
+        self._kv_indices, self._kv_last_page_len, self._kv_lens = _zeros(indices), _zeros(rows), _zeros(rows)
+        self._ran: set[int] = set()
+
+    def hold(self, plan: Plan) -> Plan:
+        """``plan`` at the addresses of every plan before. ValueError if it does not fit."""
+        if plan.rows != self.rows:
+            raise ValueError(f"{plan.rows} rows are planned for a graph of {self.rows}")
+        if plan.tokens != self.rows:
+            raise ValueError(f"{plan.tokens} tokens are planned for a graph of {self.rows} rows of one token each")
+        indices, room = plan.kv_indices.numel(), self._kv_indices.numel()
+        if indices > room:
+            raise ValueError(f"kv_indices has {indices} entries, a graph of {self.rows} rows has room for {room}")
+        self._ran.clear()
+        return Plan(
+            self._qo_indptr.copy_(plan.qo_indptr),
+            self._kv_indptr.copy_(plan.kv_indptr),
+            self._kv_indices[:indices].copy_(plan.kv_indices),
+            self._kv_last_page_len.copy_(plan.kv_last_page_len),
+            self._kv_lens.copy_(plan.kv_lens),
+            plan.tokens,
+        )
+
+    def spend(self, layer: int) -> None:
+        """One plan, one run of each layer."""
+        if layer in self._ran:
+            raise ValueError(f"layer {layer} runs a second time on one plan: a graph needs a plan before each replay")
+        self._ran.add(layer)
+
+
+def _lengths(name: str, indptr: Tensor, rows: int) -> Tensor:
+    """Differences of an index pointer that must start at 0 and rise by at least one at every row."""
+    if indptr.numel() != rows + 1:
+        raise ValueError(f"{name} has {indptr.numel()} entries, not {rows + 1} for {rows} rows")
+    if int(indptr[0]) != 0:
+        raise ValueError(f"{name}[0] is {int(indptr[0])}, not 0")
+    lengths = indptr.diff()
+    if bool((lengths < 1).any()):
+        row = int((lengths < 1).nonzero()[0])
+        raise ValueError(f"{name} does not rise at row {row}: {int(indptr[row])} then {int(indptr[row + 1])}")
+    return lengths
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32)
+
+
+def _own(table: Tensor) -> Tensor:
+    return table.clone(memory_format=torch.contiguous_format)
+
+
+def _refuse(name: str, values: Tensor, bad: Tensor, why: str) -> None:
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        raise ValueError(f"{name}[{index}] is {int(values[index])}, {why}")
