@@ -9,7 +9,8 @@ value head, P pages, S page size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -116,8 +117,8 @@ class Attention(ABC):
 
         It serves exactly ``rows`` rows of one token each (`pad` fills up), of ``row_pages`` pages (None: of the
         whole cache) on average at most. Its plans all lie at the same addresses, so a captured run reads the latest
-        one: **plan before every replay**, and before the capture, with any lengths. Tokens behind the planned ones
-        are padding here too.
+        one: **plan before every replay**, and before the capture, with any lengths; what is captured runs inside of
+        `capturing`. Tokens behind the planned ones are padding here too.
 
         `plan` raises ValueError where the rows are not as many, a row has several tokens, or the pages are too
         many; on the CPU `run` raises where a layer runs twice on one plan, which a GPU would do with lengths of
@@ -126,6 +127,19 @@ class Attention(ABC):
         twin = self._again()
         twin._fixed = Fixed(rows, rows * (self.pages if row_pages is None else row_pages))
         return twin
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, a layer of a `fixed` object may run many times on one plan, as a capture needs it. The plan is spent
+        afterwards."""
+        if self._fixed is None:
+            raise ValueError("only what `fixed` gives can be captured")
+        self._fixed.capturing = True
+        try:
+            yield
+        finally:
+            self._fixed.capturing = False
+            self._planned = None
 
     def _again(self) -> Self:
         """A new object over the same layers."""

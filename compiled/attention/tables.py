@@ -103,6 +103,7 @@ class Fixed:
         self.rows = rows
         self._qo_indptr, self._kv_indptr = _zeros(rows + 1), _zeros(rows + 1)
         self._kv_indices, self._kv_last_page_len, self._kv_lens = _zeros(indices), _zeros(rows), _zeros(rows)
+        self.capturing = False
         self._ran: set[int] = set()
 
     def hold(self, plan: Plan) -> Plan:
@@ -125,8 +126,8 @@ class Fixed:
         )
 
     def spend(self, layer: int) -> None:
-        """One plan, one run of each layer."""
-        if layer in self._ran:
+        """One plan, one run of each layer, but while capturing."""
+        if layer in self._ran and not self.capturing:
             raise ValueError(f"layer {layer} runs a second time on one plan: a graph needs a plan before each replay")
         self._ran.add(layer)
 
