@@ -128,6 +128,22 @@ def cache_place() -> str:
     return str(_cache_store().folder)
 
 
+def build_kernels(config: EngineConfig, arch: str, out: str | None, progress: Callable[[Progress], None]) -> Any:
+    """See `compiled.provision.build`. Raises StartupError."""
+    from compiled.provision import build
+
+    with _startup_errors():
+        return build(_runner_options(config), arch, out, _report(progress))
+
+
+def look_for_kernels(config: EngineConfig) -> Any:
+    """See `compiled.provision.look`. Raises StartupError."""
+    from compiled.provision import look
+
+    with _startup_errors():
+        return look(_runner_options(config), lambda *_: None)
+
+
 def _cache_store() -> Any:
     from compiled.store import Store
     from compiled.weights import cache_folder
@@ -219,6 +235,13 @@ def measure_ceilings(dtype: str) -> dict[str, float]:
     from compiled.ceilings import measure_ceilings as measure
 
     return measure(dtype)
+
+
+def describe_gpu() -> dict[str, Any]:
+    """See `compiled.provision.describe_gpu`. Imports torch."""
+    from compiled.provision import describe_gpu as describe
+
+    return describe()
 
 
 def describe_machine() -> dict[str, Any]:

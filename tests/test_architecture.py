@@ -27,11 +27,12 @@ BELOW: dict[str, dict[str, set[str]]] = {
     "streamengine": {
         "__init__": {"compose"},
         "__main__": {"cli"},
-        "cli": {"server", "guided", "bench", "chat", "doctor", "options", "precompile", "replay", "terminal"},
+        "cli": {"server", "guided", "bench", "chat", "doctor", "kernels", "precompile", "replay"},
         "bench": {"child", "server"},
         "chat": {"terminal"},
         "doctor": {"compose"},
         "precompile": {"options", "terminal"},
+        "kernels": {"options", "terminal"},
         "options": {"sampling"},
         "terminal": {"compose"},
         "server": {"session"},
@@ -75,6 +76,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
     # cold → {unroll, pieces} → {outline, trace} → {skeleton, split} → model
     "compiled": {
         "__init__": set(),
+        "provision": {"cold", "runner"},
         "runner": {"batch", "build", "compilations", "logprobs", "sampler"},
         "build": {"cold", "parameters", "program", "selfcheck"},
         "cold": {"fuse", "parameters", "pieces", "unroll"},
@@ -110,7 +112,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "recipe": {"attention"},
         "model": {"facts", "probe", "rope"},
         "rope": set(),
-        "attention": {"native", "step"},
+        "attention": {"native", "weights"},
         "native": set(),
         "weights": {"step"},
         "step": set(),
