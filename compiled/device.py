@@ -27,14 +27,9 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """Captured work: reads and writes the addresses it was captured with, whatever is there at a replay.
+    """Captured work: reads and writes the addresses it was captured with, whatever is there at a replay. ``bytes`` is
+    by how much its capture made the pool grow."""
 
-    ``results`` are what the function returned. Tensors among them lie in the device's pool. As long as anything holds
-    them, no graph that is captured later takes their memory; once nothing does, the next ones may. ``bytes`` is by
-    how much the pool grew.
-    """
-
-    results: tuple[Any, ...]
     bytes: int
 
     def replay(self) -> None:
@@ -52,24 +47,33 @@ class Device(Protocol):
     torch: torch.device
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeroed host memory that is copied from and to without waiting (``copy_(…, non_blocking=True)``)."""
+        """Zeroed host memory for `send` and `fetch`."""
         ...
 
-    def event(self) -> Event: ...
+    def send(self, source: Tensor, target: Tensor) -> Event:
+        """Copy ``source`` from `host` to ``target`` on the device, without waiting. ``source`` is not written before
+        the event returned is synchronized."""
+        ...
 
     def fetch(self, source: Tensor, target: Tensor) -> Event:
         """Copy ``source`` on the device to ``target`` from `host`, without waiting. ``target`` is not read before the
         event returned is synchronized."""
         ...
 
-    def capture(self, function: Function, arguments: Sequence[Any]) -> Graph:
-        """Record the work of ``function(list(arguments))``. It runs once or more before that for real, on the given
-        arguments, so that it compiles and sets up what it must; it may not wait for the device. All graphs of a device
-        share one pool of memory: see `Graph`."""
+    def event(self) -> Event: ...
+
+    def capture(self, function: Function, arguments: list[Any]) -> tuple[Graph, tuple[Any, ...]]:
+        """Record what ``function(arguments)`` gives the device to do, and what it returns; it may not wait for the
+        device, and has run before, so that whatever it compiles or sets up is there.
+
+        Nothing is done yet: results hold no values before the first replay. They lie in the pool that all graphs of
+        the device share, in memory that no graph captured later takes while anything holds them; once nothing does,
+        later ones may, and then overwrite it at each of their replays.
+        """
         ...
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """``tensor``'s memory in the pool under a name that does not hold it."""
+        """The memory of ``tensor``, a result of `capture`, under a name that does not hold it."""
         ...
 
     def synchronize(self) -> None:

@@ -86,6 +86,8 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "outline": {"skeleton", "split"},
         "trace": {"skeleton"},
         "skeleton": {"model"},
+        "cuda": {"device"},
+        "recording": {"device", "memory"},
         "device": set(),
         "program": {"inductor", "linear", "recipe"},
         "parameters": {"recipe"},
