@@ -114,7 +114,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "recipe": {"attention"},
         "model": {"facts", "probe", "rope"},
         "rope": set(),
-        "attention": {"native", "weights"},
+        "attention": {"device", "native", "weights"},
         "native": set(),
         "weights": {"step"},
         "step": set(),

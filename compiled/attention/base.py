@@ -160,7 +160,8 @@ class Attention(ABC):
         """`plan` with tables that were checked before, for a cache of as many pages of the same size."""
         self._planned = None
         if self._fixed is not None:
-            plan = self._fixed.hold(plan)
+            self._fixed.check(plan)
+            plan = self._hold(self._fixed, plan)
         self._prepare(plan)
         self._planned = plan
 
@@ -201,6 +202,10 @@ class Attention(ABC):
             raise ValueError(f"{name} is {operand.dtype} on {operand.device}, not {self.dtype} on {self.device}")
         if operand.stride(-1) != 1:
             raise ValueError(f"{name}: the last dimension must be contiguous, strides are {operand.stride()}")
+
+    def _hold(self, fixed: Fixed, plan: Plan) -> Plan:
+        """``plan`` as the runs of a graph find it."""
+        return fixed.hold(plan)
 
     def _prepare(self, plan: Plan) -> None:
         """What a backend computes once a step from a checked plan."""

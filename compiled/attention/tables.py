@@ -4,8 +4,9 @@ Refuses anything that would read or write outside a row's own pages, with the nu
 could not replay.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +77,16 @@ def make_plan(
     )
 
 
+def positions(plan: Plan, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and slot of each of the step's tokens [T], int64."""
+    qo_indptr, kv_indptr, kv_indices = (table.numpy() for table in (plan.qo_indptr, plan.kv_indptr, plan.kv_indices))
+    lengths = np.diff(qo_indptr)
+    before = plan.kv_lens.numpy() - lengths
+    place = np.arange(plan.tokens) + np.repeat(before - qo_indptr[:-1], lengths)
+    pages = kv_indices[np.repeat(kv_indptr[:-1], lengths) + place // page_size]
+    return torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(place % page_size)
+
+
 def pad(tables: Tables, rows: int) -> Tables:
     """``tables`` with rows of one token and one position on `PADDING_PAGE` behind, ``rows`` in all.
 
@@ -100,30 +111,34 @@ class Fixed:
     def __init__(self, rows: int, indices: int) -> None:
         if min(rows, indices) < 1:
             raise ValueError(f"a graph has at least one row and one page, not {rows} rows and {indices} pages")
-        self.rows = rows
-        self._qo_indptr, self._kv_indptr = _zeros(rows + 1), _zeros(rows + 1)
-        self._kv_indices, self._kv_last_page_len, self._kv_lens = _zeros(indices), _zeros(rows), _zeros(rows)
+        self.rows, self.indices = rows, indices
         self.capturing = False
         self._ran: set[int] = set()
+        self._held: Plan | None = None
 
-    def hold(self, plan: Plan) -> Plan:
-        """``plan`` at the addresses of every plan before. ValueError if it does not fit."""
+    def check(self, plan: Plan) -> None:
+        """Begin with ``plan``. ValueError if it does not fit."""
         if plan.rows != self.rows:
             raise ValueError(f"{plan.rows} rows are planned for a graph of {self.rows}")
         if plan.tokens != self.rows:
             raise ValueError(f"{plan.tokens} tokens are planned for a graph of {self.rows} rows of one token each")
-        indices, room = plan.kv_indices.numel(), self._kv_indices.numel()
-        if indices > room:
-            raise ValueError(f"kv_indices has {indices} entries, a graph of {self.rows} rows has room for {room}")
+        needed = plan.kv_indices.numel()
+        if needed > self.indices:
+            raise ValueError(
+                f"kv_indices has {needed} entries, a graph of {self.rows} rows has room for {self.indices}"
+            )
         self._ran.clear()
-        return Plan(
-            self._qo_indptr.copy_(plan.qo_indptr),
-            self._kv_indptr.copy_(plan.kv_indptr),
-            self._kv_indices[:indices].copy_(plan.kv_indices),
-            self._kv_last_page_len.copy_(plan.kv_last_page_len),
-            self._kv_lens.copy_(plan.kv_lens),
-            plan.tokens,
-        )
+
+    def hold(self, plan: Plan) -> Plan:
+        """``plan`` at the addresses of every plan before, for a backend that runs on the host's tables."""
+        if self._held is None:
+            rows = self.rows
+            sizes = (rows + 1, rows + 1, self.indices, rows, rows)
+            self._held = Plan(*(torch.zeros(size, dtype=torch.int32) for size in sizes), rows)
+        held = self._held
+        for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_lens"):
+            getattr(held, name).copy_(getattr(plan, name))
+        return replace(held, kv_indices=held.kv_indices[: plan.kv_indices.numel()].copy_(plan.kv_indices))
 
     def spend(self, layer: int) -> None:
         """One plan, one run of each layer, but while capturing."""
@@ -143,10 +158,6 @@ def _lengths(name: str, indptr: Tensor, rows: int) -> Tensor:
         row = int((lengths < 1).nonzero()[0])
         raise ValueError(f"{name} does not rise at row {row}: {int(indptr[row])} then {int(indptr[row + 1])}")
     return lengths
-
-
-def _zeros(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32)
 
 
 def _own(table: Tensor) -> Tensor:
