@@ -132,9 +132,14 @@ class Fixed:
     def hold(self, plan: Plan) -> Plan:
         """``plan`` at the addresses of every plan before, for a backend that runs on the host's tables."""
         if self._held is None:
-            rows = self.rows
-            sizes = (rows + 1, rows + 1, self.indices, rows, rows)
-            self._held = Plan(*(torch.zeros(size, dtype=torch.int32) for size in sizes), rows)
+            self._held = Plan(
+                qo_indptr=_zeros(self.rows + 1),
+                kv_indptr=_zeros(self.rows + 1),
+                kv_indices=_zeros(self.indices),
+                kv_last_page_len=_zeros(self.rows),
+                kv_lens=_zeros(self.rows),
+                tokens=self.rows,
+            )
         held = self._held
         for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_lens"):
             getattr(held, name).copy_(getattr(plan, name))
@@ -158,6 +163,10 @@ def _lengths(name: str, indptr: Tensor, rows: int) -> Tensor:
         row = int((lengths < 1).nonzero()[0])
         raise ValueError(f"{name} does not rise at row {row}: {int(indptr[row])} then {int(indptr[row + 1])}")
     return lengths
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32)
 
 
 def _own(table: Tensor) -> Tensor:
