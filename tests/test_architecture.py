@@ -88,6 +88,8 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "skeleton": {"model"},
         "cuda": {"device"},
         "recording": {"device", "memory"},
+        "device_sampler": {"sampler", "staging"},
+        "staging": {"device"},
         "device": set(),
         "program": {"inductor", "linear", "recipe"},
         "parameters": {"recipe"},
