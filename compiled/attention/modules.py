@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from compiled.attention.base import AttentionSpec
+from compiled.attention.flashinfer import FlashInferAttention
 from compiled.step import LoadError
 
-HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 DISABLE = "FLASHINFER_DISABLE_JIT"
@@ -55,11 +55,8 @@ def needed(specs: Iterable[AttentionSpec], dtype: str, kv_dtype: str) -> tuple[M
             raise LoadError(f"FlashInfer has no attention for {name} {given}, only for {', '.join(known)}")
     found = set()
     for spec in specs:
-        if spec.sinks:
-            raise LoadError("FlashInfer's paged attention has no sinks")
-        if spec.head_dim not in HEAD_DIMS or spec.value_size != spec.head_dim:
-            sizes = f"keys of {spec.head_dim} and values of {spec.value_size}"
-            raise LoadError(f"FlashInfer has no attention for {sizes}, only for {HEAD_DIMS}, equal for both")
+        if missing := FlashInferAttention.lacks(spec, DTYPES[dtype], KV_DTYPES[kv_dtype]):
+            raise LoadError(f"FlashInfer's attention has no {missing}")
         found.add(Module(spec.head_dim, dtype, kv_dtype, spec.window is not None, spec.soft_cap is not None))
     return tuple(sorted(found))
 
