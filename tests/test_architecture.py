@@ -86,6 +86,8 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "outline": {"skeleton", "split"},
         "trace": {"skeleton"},
         "skeleton": {"model"},
+        "graphs": {"buckets", "device"},
+        "buckets": {"program"},
         "cuda": {"device"},
         "recording": {"device", "memory"},
         "device_sampler": {"sampler", "staging"},
