@@ -42,7 +42,7 @@ class Staged:
 class Stage:
     """The block of one kind of step. It lies where it lay before for as many tokens and rows, unless it has grown.
 
-    The host's copy is one of two in turns, each with an event, because the one before may still be under way.
+    What the host writes is one of two blocks in turns, because the one before may still be under way.
     """
 
     def __init__(self, device: Device, *, tokens: int = 0, rows: int = 0, indices: int = 0) -> None:
@@ -55,7 +55,8 @@ class Stage:
 
     def _allocate(self, size: int) -> None:
         self._block = torch.zeros(size, dtype=torch.uint8, device=self._device.torch)
-        self._hosts = [(self._device.host((size,), torch.uint8), self._device.event()) for _ in range(2)]
+        self._hosts = [self._device.host((size,), torch.uint8) for _ in range(2)]
+        self._sent = [self._device.event() for _ in range(2)]
 
     def put(self, plan: Plan, page_size: int) -> Staged:
         """``plan``'s tables, on the device when its work gets there. The same plan is copied once only."""
@@ -67,12 +68,11 @@ class Stage:
             if not self._may_grow:
                 raise ValueError(f"a plan of {size} bytes in a block of {self._block.numel()}")
             self._allocate(2 * size)
-        host, copied = self._hosts[self._turn]
         self._turn ^= 1
-        copied.synchronize()
+        host = self._hosts[self._turn]
+        self._sent[self._turn].synchronize()
         _cut(host, plan).write(plan, page_size)
-        self._block[:size].copy_(host[:size], non_blocking=True)
-        copied.record()
+        self._sent[self._turn] = self._device.send(host[:size], self._block[:size])
         staged = _cut(self._block, plan)
         self._latest = plan, staged
         return staged
