@@ -16,6 +16,9 @@ class Bucket:
     tokens: int
     whole: bool
 
+    def __str__(self) -> str:
+        return f"{'a graph of the whole pass' if self.whole else 'graphs of pieces'} for {self.tokens} tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Buckets:

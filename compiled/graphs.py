@@ -234,7 +234,7 @@ class Graphs:
                     self._pieces[bucket.tokens] = self._capture_pieces(place)
         except torch.OutOfMemoryError as error:
             self._refused.add(bucket)
-            log.warning("steps of %d tokens run without a graph: %s", bucket.tokens, str(error).partition("\n")[0])
+            log.warning("there is no memory for %s: %s", bucket, str(error).partition("\n")[0])
         self._seconds += time.perf_counter() - started
 
     def _capture_whole(self, place: Place) -> _Whole:

@@ -1,0 +1,126 @@
+"""A small model without a compiler, and steps that run through any forward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled import batch as batches
+from compiled.attention.base import AttentionSpec
+from compiled.attention.layers import ModelAttention
+from compiled.attention.reference import ReferenceAttention
+from compiled.batch import Batch
+from compiled.graphs import Graphs
+from compiled.kv_store import KVShape, KVStore, LayerShape
+from compiled.program import SMALLEST, Program, bind
+from compiled.recipe import Attention, Fed, ModelFacts, Parameter, Recipe, Run
+from compiled.step import Row, Sampling, Step
+
+VOCABULARY, WIDTH, SPEC = 97, 8, AttentionSpec(2, 1, 4, 0.5)
+PAGE, ROW_PAGES, ROWS = 4, 6, 12
+
+Forward = Callable[[Batch], Tensor]
+
+
+def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
+    """Attention between pieces that keep a residual, like a real model's. ``weights`` receives what it is bound to."""
+    random = torch.Generator().manual_seed(7)
+
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    made = {"table": weight(VOCABULARY, WIDTH), "head": weight(VOCABULARY, WIDTH)}
+    for layer in range(layers):
+        made |= {f"qkv{layer}": weight(4 * 4, WIDTH), f"out{layer}": weight(WIDTH, WIDTH)}
+    if weights is not None:
+        weights |= made
+    calls: list[Run | Attention] = [Run("embed", "first", ("ids", "table", "qkv0"), ("x0", "q0", "k0", "v0"))]
+    for layer in range(layers):
+        calls.append(Attention(layer, f"q{layer}", f"k{layer}", f"v{layer}", f"o{layer}"))
+        taken, given = (f"o{layer}", f"x{layer}", f"out{layer}"), [f"{name}{layer + 1}" for name in "xqkv"]
+        if layer + 1 < layers:
+            calls.append(Run(f"layers.{layer}", "middle", (*taken, f"qkv{layer + 1}"), tuple(given)))
+    calls.append(Run("head", "last", (*taken, "rows", "head"), ("logits",)))
+    fed = {name: Fed(name) for name in ("ids", "positions", "rows", "T")}
+    recipe = Recipe(
+        calls=tuple(calls),
+        sources=fed | {name: Parameter((name,)) for name in made},
+        constants=(),
+        held={},
+        output="logits",
+        model=ModelFacts("Small", VOCABULARY, None, (2,), (SPEC,) * layers, {}, True),
+    )
+    return bind(recipe, {"first": _first, "middle": _middle, "last": _last}, made)
+
+
+def _first(arguments: list[Any]) -> tuple[Tensor, ...]:
+    ids, table, qkv = arguments
+    arguments.clear()
+    return _projected(table[ids], qkv)
+
+
+def _middle(arguments: list[Any]) -> tuple[Tensor, ...]:
+    out_THE, x, weight, qkv = arguments
+    arguments.clear()
+    return _projected(x + _times(out_THE.flatten(1), weight).tanh(), qkv)
+
+
+def _last(arguments: list[Any]) -> tuple[Tensor, ...]:
+    out_THE, x, weight, rows, head = arguments
+    arguments.clear()
+    return (_times((x + _times(out_THE.flatten(1), weight).tanh())[rows], head),)
+
+
+def _projected(x: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values are views of one tensor, as merged linears give them."""
+    q, k, v = _times(x, qkv).view(len(x), 4, 4).split([2, 1, 1], dim=1)
+    return x, q, k, v
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.t()``, where a row has the same bits whatever rows are beside it: matrix libraries have not."""
+    return (x[:, None] * weight).sum(-1)
+
+
+def attention_over(specs: Sequence[AttentionSpec], backend: Any = ReferenceAttention) -> tuple[KVStore, ModelAttention]:
+    """Of an own cache, with room for `ROWS` requests."""
+    layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in specs)
+    store = KVStore(KVShape(layers, PAGE, torch.float32), 1 + ROWS * ROW_PAGES)
+    return store, ModelAttention(specs, store.layers, backend)
+
+
+def plainly(program: Program, attention: ModelAttention) -> Forward:
+    def forward(batch: Batch) -> Tensor:
+        attention.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        return program(batch.ids_T, batch.positions_T, batch.rows_R, attention)
+
+    return forward
+
+
+def through(graphs: Graphs) -> Forward:
+    def forward(batch: Batch) -> Tensor:
+        tokens, rows, wanted = int(batch.qo_indptr[-1]), len(batch.kv_last_page_len), sum(batch.samples)
+        place = graphs.place(tokens, wanted, decoding=tokens == rows == wanted)
+        place.inputs.zero_()
+        place.ids_T[:tokens], place.positions_T[:tokens] = batch.ids_T[:tokens], batch.positions_T[:tokens]
+        place.rows_R[:wanted] = batch.rows_R[:wanted]
+        return graphs.run(place, (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len))
+
+    return forward
+
+
+def step(*rows: tuple[int, int, int]) -> Batch:
+    """One row for each ``(request, start, end)``: these tokens of it, and the logits of the last."""
+    made = []
+    for request, start, end in rows:
+        pages = tuple(range(1 + request * ROW_PAGES, 1 + (request + 1) * ROW_PAGES))
+        ids = tuple((3 + 7 * request + 11 * i) % VOCABULARY for i in range(start, end))
+        made.append(Row(request, ids, start, pages, Sampling()))
+    return batches.build(Step(0, tuple(made)), PAGE, SMALLEST)
+
+
+def logits(forward: Forward, *batch: Batch) -> Tensor:
+    """Of the rows of all steps, one after another."""
+    with torch.inference_mode():
+        return torch.cat([forward(one)[: sum(one.samples)].clone() for one in batch])
