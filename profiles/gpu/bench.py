@@ -3,6 +3,8 @@
 import gc
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compiled.runner import RunnerOptions, build_runner
+from compiled.buckets import Bucket, Buckets
+from compiled.choices import RunnerOptions
+from compiled.runner import build_runner
 from profiles.gpu.sizes import Sizes
 
 
@@ -95,6 +99,27 @@ class Bench:
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         random = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.sizes.small["vocab_size"], (length,), generator=random).tolist()
+
+
+@contextmanager
+def limited(runner: Any, *, whole: bool, pieces: bool) -> Iterator[None]:
+    """As if the runner had no graphs of the whole pass, or of pieces."""
+    passes = runner._passes
+    everything = passes._buckets
+    passes._buckets = Buckets(everything.whole if whole else (), everything.pieces if pieces else ())
+    try:
+        yield
+    finally:
+        passes._buckets = everything
+
+
+def capture_all(runner: Any) -> dict[str, float]:
+    """Capture every size that there is, also those that a server captures when traffic asks; what that took."""
+    passes = runner._passes
+    sizes = passes._buckets
+    passes.warmup([*(Bucket(size, True) for size in sizes.whole), *(Bucket(size, False) for size in sizes.pieces)])
+    told = passes.statistics()
+    return {"graphs": told["graphs"], "capture_seconds": told["graph_seconds"], "graph_bytes": told["graph_bytes"]}
 
 
 def random_weights(config: dict[str, Any], device: torch.device) -> dict[str, Tensor]:

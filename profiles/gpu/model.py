@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled.step import Step
-from profiles.gpu.bench import Bench
+from profiles.gpu.bench import Bench, capture_all, limited
 from profiles.gpu.driver import Driver, one_step
 
 NEAR = 2.5
@@ -72,23 +72,23 @@ def _distance(found: Tensor, exact: Tensor) -> float:
 
 def graphs(bench: Bench) -> None:
     """A step's logits are the same with graphs and without, whatever was replayed before: pure decode and mixed, at
-    sizes between the buckets and above the largest."""
+    sizes between the buckets and above the largest; with graphs of the pieces only, too."""
+    runner = bench.runner("large")
+    bench.facts |= capture_all(runner)
+    bench.show("{graphs} graphs captured in {capture_seconds:.1f} s, {graph_bytes} bytes")
     steps = {}
-    for name, eager in (("without", True), ("with", False)):
-        runner = bench.runner("large", **bench.without_graphs(eager))
-        steps[name] = [_of_step(bench, runner, kind) for kind in _kinds(bench)]
-        if not eager:
-            steps["again"] = [_of_step(bench, runner, kind) for kind in reversed(_kinds(bench))][::-1]
-            bench.facts |= bench.graph_facts(runner)
-    worst = max(_worst(a, b) for a, b in zip(steps["without"], steps["with"], strict=True))
-    repeat = max(_worst(a, b) for a, b in zip(steps["again"], steps["with"], strict=True))
-    bench.facts |= {"steps": len(steps["with"]), "difference": worst, "difference_when_repeated": repeat}
-    bench.show(
-        "{steps} kinds of steps, with and without graphs {difference:.2e}, repeated {difference_when_repeated:.2e}"
-    )
-    bench.show("graphs: {graphs:.0f} in {capture_seconds:.1f} s, {graph_bytes:.0f} bytes")
-    bench.expect(worst < 0.02, f"logits with graphs differ by {worst:.2e} from those without")
-    bench.expect(repeat == 0, f"a replay's logits differ by {repeat:.2e} from those of the same replay before")
+    for name, whole, pieces in (("with", True, True), ("pieces", False, True), ("without", False, False)):
+        with limited(runner, whole=whole, pieces=pieces):
+            steps[name] = [_of_step(bench, runner, kind) for kind in _kinds(bench)]
+    steps["again"] = [_of_step(bench, runner, kind) for kind in reversed(_kinds(bench))][::-1]
+    found = {name: max(map(_worst, steps[name], steps["without"])) for name in ("with", "pieces")}
+    found["again"] = max(map(_worst, steps["again"], steps["with"]))
+    bench.facts |= {"steps": len(steps["with"]), "difference": found}
+    bench.show("{steps} kinds of steps differ from those without graphs by {difference}")
+    ways = {name: value for name, value in runner.statistics().items() if name.startswith("graph_steps_")}
+    bench.expect(all(ways.values()), f"not every way was taken: {ways}")
+    bench.expect(max(found["with"], found["pieces"]) < 0.02, f"logits with graphs differ by {found}")
+    bench.expect(found["again"] == 0, f"a replay's logits differ by {found['again']:.2e} from the same replay's before")
 
 
 def _kinds(bench: Bench) -> list[list[tuple[int, int]]]:

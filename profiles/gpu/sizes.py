@@ -39,7 +39,8 @@ class Sizes:
 
     ``decode`` are batch sizes at ``context`` tokens a row, ``prefill`` lengths of one prompt; transformers is timed at
     ``eager_decode`` and ``eager_prefill``. ``rows`` are batch sizes between the graphs' own. ``steps`` are timed,
-    ``greedy`` tokens compared behind a ``prompt``. The ceilings are measured with ``read_bytes`` and a square product.
+    ``greedy`` tokens compared behind a ``prompt``, and attention for ``conformance_s``. The ceilings are measured with
+    ``read_bytes`` and a square product.
     """
 
     device: str
@@ -58,6 +59,7 @@ class Sizes:
     read_bytes: int
     side: int
     rows: tuple[int, ...]
+    conformance_s: float
 
 
 H200 = Sizes(
@@ -77,6 +79,7 @@ H200 = Sizes(
     read_bytes=8 * 2**30,
     side=8192,
     rows=(1, 7, 33, 100),
+    conformance_s=40,
 )
 
 DRY = Sizes(
@@ -96,4 +99,5 @@ DRY = Sizes(
     read_bytes=32 * 2**20,
     side=256,
     rows=(1, 3, 6),
+    conformance_s=3,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from profiles.gpu.bench import Bench
+from profiles.gpu.bench import Bench, capture_all, limited
 from profiles.gpu.driver import Driver, Times, one_step
 from profiles.gpu.machine import best, ceilings
 
@@ -30,21 +30,21 @@ def decode(bench: Bench) -> None:
     """Steps of one token a row. ``percent`` is of the ceiling: weights and cached keys and values, read once at the
     highest bandwidth that was measured here."""
     limits = _ceilings(bench)
-    for graphs in (True, False):
-        runner = bench.runner("large", **({} if graphs else bench.without_graphs(True)))
-        for batch in bench.sizes.decode:
-            times = _filled(bench, runner, batch).decode(bench.sizes.steps)
-            found = bench.facts.setdefault(str(batch), {})
-            if graphs:
-                found |= _decode_facts(bench, runner, batch, times, limits["read"])
-            else:
-                found["no_graphs_ms"] = _ms(times.all)
+    runner = bench.runner("large")
+    bench.facts |= capture_all(runner)
+    for batch in bench.sizes.decode:
+        found = bench.facts[str(batch)] = {}
+        driver = _filled(bench, runner, batch, 3)
+        found |= _decode_facts(bench, runner, batch, driver.decode(bench.sizes.steps), limits["read"])
+        for name, pieces in (("pieces_ms", True), ("no_graphs_ms", False)):
+            with limited(runner, whole=False, pieces=pieces):
+                found[name] = _ms(driver.decode(bench.sizes.steps).all)
     _eager_decode(bench)
     bench.facts["unhidden_ms"] = max(bench.facts[str(batch)]["unhidden_ms"] for batch in bench.sizes.decode)
     for batch in bench.sizes.decode:
         bench.show(
             "batch {batch:>4}: {ms:7.3f} ms, {tokens_per_s:9.0f} tokens/s, {percent:5.1f} % of the memory ceiling, "
-            "host {host_ms:.3f} ms; without graphs {no_graphs_ms:.3f} ms",
+            "host {host_ms:.3f} ms; graphs of pieces {pieces_ms:.3f} ms, none {no_graphs_ms:.3f} ms",
             batch=batch,
             **bench.facts[str(batch)],
         )
@@ -119,10 +119,10 @@ def _eager_decode(bench: Bench) -> None:
     bench.close()
 
 
-def _filled(bench: Bench, runner: Any, batch: int) -> Driver:
-    """``batch`` rows of the context's length, a few steps old."""
+def _filled(bench: Bench, runner: Any, batch: int, rounds: int = 1) -> Driver:
+    """``batch`` rows of the context's length, a few steps old, with room for ``rounds`` of timed steps."""
     prompts = [bench.prompt(bench.sizes.context, seed) for seed in range(batch)]
-    driver = Driver(runner, prompts, bench.sizes.steps + 8)
+    driver = Driver(runner, prompts, rounds * bench.sizes.steps + 8)
     driver.prefill(bench.sizes.max_num_batched_tokens)
     driver.decode(4)
     return driver
