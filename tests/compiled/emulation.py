@@ -132,14 +132,13 @@ class Module:
         assert lengths == schedule.kv_lens, "the last page lengths are not those of the plan"
         assert len(lengths) == rows
         self.runs += 1
+        formula = (mask_mode == CAUSAL, window_left, soft_cap, sm_scale)
         for row in range(rows):
             tokens = slice(*schedule.qo_indptr[row : row + 2])
-            pages = kv_indices[slice(*schedule.kv_indptr[row : row + 2])].long()
-            assert bool(((pages >= 0) & (pages < len(keys))).all()), "a page outside of the cache"
-            of_row = (cache[pages].flatten(0, 1)[: lengths[row]].float() for cache in (keys, values))
-            out[tokens] = _attend(q[tokens].float(), *of_row, mask_mode == CAUSAL, window_left, soft_cap, sm_scale).to(
-                out.dtype
-            )
+            pages = kv_indices[slice(*schedule.kv_indptr[row : row + 2])].tolist()
+            assert all(0 <= page < len(keys) for page in pages), "a page outside of the cache"
+            k_NKD, v_NKD = (cache[pages].flatten(0, 1)[: lengths[row]].float() for cache in (keys, values))
+            out[tokens] = _attend(q[tokens].float(), k_NKD, v_NKD, *formula).to(out.dtype)
 
     def _check(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, q_sizes: tuple[int, int], sizes: tuple[int, int]
