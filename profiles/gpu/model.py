@@ -96,7 +96,7 @@ def _kinds(bench: Bench) -> list[list[tuple[int, int]]]:
     sizes = bench.sizes
     context = sizes.context - 1
     decode = [[(1, 1 + context * i // rows) for i in range(rows)] for rows in sizes.rows]
-    chunk = sizes.max_num_batched_tokens // 4
+    chunk = max(sizes.max_num_batched_tokens // 27, 6)
     return [*decode, [(chunk, 0)], [(1, context), (chunk, 0), (1, 5)], [(sizes.max_num_batched_tokens, 0)]]
 
 
