@@ -55,6 +55,8 @@ class Cuda:
         return CudaGraph(graph, grown), made
 
     def alias(self, tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return tensor
         extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         raw = torch.as_tensor(_Memory(tensor.data_ptr(), extent * tensor.itemsize), device=self.torch)
         return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -224,10 +224,10 @@ class Graphs:
         if self._has(bucket) or bucket in self._refused:
             return
         started = time.perf_counter()
-        place = self._at(bucket, bucket.tokens, bucket.tokens)
-        place.inputs.zero_()
         try:
             with torch.inference_mode(), _no_collection():
+                place = self._at(bucket, bucket.tokens, bucket.tokens)
+                place.inputs.zero_()
                 if bucket.whole:
                     self._whole[bucket.tokens] = self._capture_whole(place)
                 else:

@@ -136,7 +136,10 @@ def test_decoding_rows_without_a_graph_of_their_own_take_one_of_pieces() -> None
 def test_the_first_buckets_are_the_largest_and_that_of_one_answer() -> None:
     machine = Machine()
     machine.graphs.warmup()
-    found = [machine.graphs.place(tokens, tokens, decoding=whole).bucket for tokens, whole in ((1, 1), (8, 1), (16, 0))]
+    found = [
+        machine.graphs.place(tokens, tokens, decoding=whole).bucket
+        for tokens, whole in ((1, True), (8, True), (16, False))
+    ]
     assert found == [Bucket(2, True), Bucket(8, True), Bucket(16, False)]
     assert machine.graphs.statistics()["graph_buckets"] == 3
 
