@@ -26,6 +26,8 @@ KV_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 DISABLE = "FLASHINFER_DISABLE_JIT"
 """While this is in the environment FlashInfer raises, and names the module, where it would compile one."""
 
+_OURS = "set by streamengine"
+
 BUILT = "built.json"
 """Beside a module that `compiled.attention.prebuild` has built: by which FlashInfer, for which GPU."""
 
@@ -136,14 +138,16 @@ def prepare(modules: Iterable[Module], *, how: str) -> list[str]:
         LoadError: one is missing and cannot be compiled here, or was built for another FlashInfer or GPU.
     """
     version, _ = installed()
-    os.environ.pop(DISABLE, None)
+    if os.environ.get(DISABLE) == _OURS:
+        del os.environ[DISABLE]
     compiled = []
     for module in modules:
         spec = spec_of(module)
         if spec.is_aot:
             _check(Path(spec.aot_path), version)
             continue
-        log.warning("compiling %s, which takes minutes; ahead of a start: %s", spec.name, how)
+        if not os.environ.get(DISABLE):
+            log.warning("compiling %s, which takes minutes; ahead of a start: %s", spec.name, how)
         try:
             spec.build_and_load()
         except (RuntimeError, OSError) as error:
@@ -176,4 +180,4 @@ def fits(archs: str, capability: tuple[int, int]) -> bool:
 
 def seal() -> None:
     """From here on FlashInfer raises where it would compile. After the warm-up, which loads what `prepare` saw to."""
-    os.environ[DISABLE] = "1"
+    os.environ.setdefault(DISABLE, _OURS)

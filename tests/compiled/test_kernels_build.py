@@ -31,13 +31,17 @@ FAKE = {
                 self.name = name
                 self.jit_library_path = CACHE / f"{name}.so"
                 self.is_compiled = False
+                self.aot_path = pathlib.Path(__file__).parents[1] / "data" / "aot" / name / f"{name}.so"
+                self.is_aot = self.aot_path.exists()
             def build_and_load(self):
-                raise AssertionError("built and loaded")
+                if "FLASHINFER_DISABLE_JIT" in os.environ:
+                    raise RuntimeError("JIT compilation is disabled via FLASHINFER_DISABLE_JIT")
+                self.build(need_lock=True)
             def build(self, need_lock):
                 assert need_lock and "FLASHINFER_DISABLE_JIT" not in os.environ
                 if "256" in self.name:
                     raise RuntimeError("Ninja build failed. Ninja output:\\nnvcc -DX\\nk.cu(3): error: no such tile")
-                self.jit_library_path.write_text(f"{self.name} for {os.environ['FLASHINFER_CUDA_ARCH_LIST']}")
+                self.jit_library_path.write_text(f"{self.name} for {os.environ.get('FLASHINFER_CUDA_ARCH_LIST')}")
     """,
     "prefill.py": """
         from flashinfer.jit.core import JitSpec
@@ -82,6 +86,11 @@ def spec(head_dim: int = 64, *, window: int | None = None, soft_cap: float | Non
     return AttentionSpec(4, 2, head_dim, 0.125, window, soft_cap=soft_cap)
 
 
+def spec_name(head_dim: int) -> str:
+    """The fake's, of a module without window and cap."""
+    return f"fa2_bfloat16_bfloat16_bfloat16_int32_{head_dim}_{head_dim}_0_False_False_False"
+
+
 def ignore(phase: str, done: float, total: float) -> None: ...
 
 
@@ -119,7 +128,7 @@ def test_modules_are_built_in_place_once_and_again_for_another_gpu(fake: Path) -
     wanted = [Module(64, *BF16), Module(128, *BF16, window=True)]
     seen: list[tuple[str, float, float]] = []
     built = prebuild.build(wanted, "8.0 9.0a", None, lambda *told: seen.append(told))
-    name = "fa2_bfloat16_bfloat16_bfloat16_int32_64_64_0_False_False_False"
+    name = spec_name(64)
     assert [answer.name for answer in built] == [name, name.replace("64", "128").replace("0_False", "0_True", 1)]
     libraries = [fake / answer.name / f"{answer.name}.so" for answer in built]
     assert [answer.library for answer in built] == [str(library) for library in libraries]
@@ -141,10 +150,49 @@ def test_a_module_that_does_not_compile_is_told_with_the_compilers_error_and_lea
 
 
 def test_modules_are_named_without_being_built_or_loaded(fake: Path) -> None:
-    assert prebuild.look([Module(64, *BF16)]) == [
-        Answer("fa2_bfloat16_bfloat16_bfloat16_int32_64_64_0_False_False_False", None)
-    ]
+    assert prebuild.look([Module(64, *BF16)]) == [Answer(spec_name(64), None)]
     assert not fake.exists()
+
+
+def test_a_start_compiles_what_is_missing_and_nothing_afterwards(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(modules.DISABLE)
+    assert modules.prepare([Module(64, *BF16)], how="so") == [spec_name(64)]
+    modules.seal()
+    with pytest.raises(RuntimeError, match="JIT compilation is disabled"):
+        modules.spec_of(Module(128, *BF16)).build_and_load()
+    assert modules.prepare([Module(128, *BF16)], how="so") == [spec_name(128)], "another start in this process"
+    with pytest.raises(LoadError, match=r"no such tile.*; build it: streamengine kernels build"):
+        modules.prepare([Module(256, *BF16)], how="streamengine kernels build")
+
+
+def test_a_start_compiles_nothing_where_the_user_forbids_it(fake: Path) -> None:
+    with pytest.raises(LoadError, match=r"missing and cannot be compiled here \(JIT compilation is disabled"):
+        modules.prepare([Module(64, *BF16)], how="so")
+
+
+@pytest.mark.parametrize(
+    ("built", "complaint"),
+    [
+        (Built("9.8", "9.0a"), r"was built by flashinfer 9\.8, 9\.9 is installed"),
+        (Built("9.9", "10.0a"), r"was built for 10\.0a, this GPU is 9\.0"),
+    ],
+)
+def test_a_module_for_another_flashinfer_or_gpu_is_refused_at_the_start(
+    fake: Path, built: Built, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules.torch.cuda, "get_device_capability", lambda: (9, 0))
+    library = fake / spec_name(64) / f"{spec_name(64)}.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert modules.prepare([Module(64, *BF16)], how="so") == [], "nothing is known of it"
+    built.write(library)
+    with pytest.raises(LoadError, match=complaint):
+        modules.prepare([Module(64, *BF16)], how="so")
+    Built("9.9", "8.0 9.0a").write(library)
+    assert modules.prepare([Module(64, *BF16)], how="so") == []
 
 
 @pytest.mark.parametrize(
