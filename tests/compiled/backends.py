@@ -46,9 +46,9 @@ class Backend:
     def attention(self, batch: Batch, cache: Tensor) -> Attention:
         return self.make(batch.spec, batch.views(cache), **batch.options)
 
-    def batch(self, rows: list[tuple[int, int]], *heads: int, **shape: Any) -> Batch:
+    def batch(self, rows: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, **shape: Any) -> Batch:
         """A batch with this backend's poison."""
-        return Batch(rows, *heads, **shape, poison=self.poison)
+        return Batch(rows, heads, kv_heads, head_dim, poison=self.poison, **shape)
 
     def refuses(self, batch: Batch) -> bool:
         """Whether the backend lacks something; then it says so by name when it is made, too."""

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+LOADED: "dict[str, Module]" = {}
+"""Modules by name."""
 NAMES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn}
 CAUSAL = 1
 
@@ -60,7 +62,9 @@ class Module:
         self.dtypes = tuple(NAMES[which] for which in (q, kv, out))
         self.head_dims = int(keys), int(values)
         self.window, self.cap = window == "True", cap == "True"
-        self.plans = self.runs = 0
+        self.planned: list[Schedule] = []
+        self.ran_at: list[tuple[int, ...]] = []
+        """Addresses of the int workspace and the three tables, by run."""
 
     def plan(
         self,
@@ -90,8 +94,8 @@ class Module:
         assert int(qo_indptr[-1]) == total_rows and heads % kv_heads == 0
         assert (key_dim, value_dim) == self.head_dims and (window_left >= 0) == self.window
         assert fixed_split_size == -1 and not disable_split_kv
-        self.plans += 1
         schedule = Schedule(next(self.numbers), qo_indptr.tolist(), kv_indptr.tolist(), kv_lens.tolist())
+        self.planned.append(schedule)
         schedule.write(pinned, int_workspace)
         # A graph's replay has only what was baked in at its capture: sizes, but not which plan it was.
         return [0 if graph else schedule.number, rows, total_rows, heads, kv_heads, page_size, window_left]
@@ -131,7 +135,8 @@ class Module:
             lengths.append((end - begin - 1) * page_size + last[row])
         assert lengths == schedule.kv_lens, "the last page lengths are not those of the plan"
         assert len(lengths) == rows
-        self.runs += 1
+        tables = (kv_indptr, kv_indices, kv_last_page_len)
+        self.ran_at.append(tuple(tensor.data_ptr() for tensor in (int_workspace, *tables)))
         formula = (mask_mode == CAUSAL, window_left, soft_cap, sm_scale)
         for row in range(rows):
             tokens = slice(*schedule.qo_indptr[row : row + 2])
@@ -168,15 +173,13 @@ def _attend(
     return torch.einsum("htn,nhd->thd", weights_HTN, v_NKD.repeat_interleave(group, 1))
 
 
-def install(patch: pytest.MonkeyPatch) -> dict[str, Module]:
-    """The modules that are loaded from here on, by name."""
+def install(patch: pytest.MonkeyPatch) -> None:
+    """FlashInfer loads `Module` from here on, and keeps them in `LOADED`."""
     import flashinfer
     from flashinfer.jit import core
 
-    loaded: dict[str, Module] = {}
-
     def load(spec: Any) -> Module:
-        return loaded.setdefault(spec.name, Module(spec.name))
+        return LOADED.setdefault(spec.name, Module(spec.name))
 
     def unpinned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, pin_memory=False, **options: empty(*args, **options)
@@ -187,4 +190,3 @@ def install(patch: pytest.MonkeyPatch) -> dict[str, Module]:
     for module in (flashinfer.utils, flashinfer.decode, flashinfer.prefill):
         if hasattr(module, "get_compute_capability"):
             patch.setattr(module, "get_compute_capability", lambda device: (9, 0))
-    return loaded
