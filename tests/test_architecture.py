@@ -72,14 +72,23 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "checks": {"errors"},
         "errors": set(),
     },
-    # runner → {batch, build, sampler, logprobs}; build → {cold, program} → artifacts → recipe → attention → step
+    # runner → {allocation, gpu_runner} → {batch, build, graphs, sampler}
+    # build → {cold, program} → artifacts → recipe → attention → step
     # cold → {unroll, pieces} → {outline, trace} → {skeleton, split} → model
     "compiled": {
         "__init__": set(),
         "provision": {"cold", "runner"},
-        "runner": {"batch", "build", "compilations", "logprobs", "sampler"},
+        "runner": {"allocation", "backends", "cuda", "gpu_runner", "recording"},
+        "gpu_runner": {"answers", "build", "device_sampler", "graphs", "logprobs", "meter", "rehearsal"},
+        "answers": {"batch"},
+        "meter": {"compilations"},
+        "allocation": {"build", "choices", "kv_store", "rehearsal"},
+        "backends": {"choices", "kv_store", "weights"},
+        "choices": {"attention", "parameters"},
+        "rehearsal": {"step"},
         "build": {"cold", "parameters", "program", "selfcheck"},
-        "cold": {"fuse", "parameters", "pieces", "unroll"},
+        "cold": {"fuse", "move", "parameters", "pieces", "unroll"},
+        "move": {"split"},
         "pieces": {"artifacts", "split"},
         "unroll": {"outline", "stopwatch", "trace"},
         "stopwatch": set(),
@@ -104,7 +113,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "philox": set(),
         "logprobs": {"step"},
         "ceilings": {"parameters"},
-        "kv_store": {"memory", "step"},
+        "kv_store": {"device", "memory", "step"},
         "memory": set(),
         "split": {"recipe"},
         "artifacts": {"inductor", "recipe", "store"},
@@ -343,7 +352,7 @@ def test_every_library_that_is_imported_is_a_declared_dependency(project: Path, 
         for imported in module.imports()
     }
     # What only machines with a GPU have installed cannot say here who brings it.
-    providers = {"flashinfer": ["flashinfer-python"]} | dict(metadata.packages_distributions())
+    providers = {"flashinfer": ["flashinfer-python"], "triton": ["torch"]} | dict(metadata.packages_distributions())
     undeclared = {
         root
         for root in roots - sys.stdlib_module_names - PACKAGES.keys()

@@ -251,8 +251,8 @@ class FlashInferAttention(Attention):
     ) -> None:
         tokens, dense_THE = plan.tokens, out_THE.contiguous()  # the kernels know no strides of it
         scales = dict(zip(("k_scale", "v_scale"), self.scales[layer], strict=True)) if self.cache_dtype == FP8 else {}
-        for operand, cache, scale in zip((k_TKD, v_TKE), self.layers[layer], self.scales[layer], strict=True):
-            write(operand[:tokens], cache, self._staged.pages, self._staged.slots, scale)
+        operands, places = (k_TKD[:tokens], v_TKE[:tokens]), (self._staged.pages, self._staged.slots)
+        write(operands, self.layers[layer], *places, self.scales[layer])
         self._wrappers[0].run(q_THD, self.layers[layer], dense_THE, scales)
         if dense_THE is not out_THE:
             out_THE.copy_(dense_THE)

@@ -3,6 +3,7 @@
 ```
 pages i64 [T] | slots i64 [T] | kv_indptr i32 [R + 1] | kv_last_page_len i32 [R] | kv_indices i32 [N]
 ```
+Pages and slots take an even number of places, so that both begin where vectors may be loaded.
 """
 
 from dataclasses import dataclass
@@ -79,16 +80,20 @@ class Stage:
 
 
 def _size(tokens: int, rows: int, indices: int) -> int:
-    return 16 * tokens + 4 * (2 * rows + 1 + indices)
+    return 16 * _even(tokens) + 4 * (2 * rows + 1 + indices)
+
+
+def _even(tokens: int) -> int:
+    return tokens + tokens % 2
 
 
 def _cut(block: Tensor, plan: Plan) -> Staged:
-    tokens, rows = plan.tokens, plan.rows
-    places, tables = block[: 16 * tokens].view(torch.int64), block[16 * tokens :].view(torch.int32)
+    tokens, even, rows = plan.tokens, _even(plan.tokens), plan.rows
+    places, tables = block[: 16 * even].view(torch.int64), block[16 * even :].view(torch.int32)
     room = tables[2 * rows + 1 :]
     return Staged(
         pages=places[:tokens],
-        slots=places[tokens:],
+        slots=places[even : even + tokens],
         kv_indptr=tables[: rows + 1],
         kv_last_page_len=tables[rows + 1 : 2 * rows + 1],
         kv_indices=room[: plan.kv_indices.numel()],

@@ -7,6 +7,7 @@ test_conformance.py runs the kernels.
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,27 @@ def test_what_the_kernels_cannot_read_is_refused_by_name() -> None:
         "KV cache of torch.bfloat16 for operands of torch.float16"
     )
     assert FlashInferAttention.lacks(spec(), torch.bfloat16, FP8) is None
+
+
+WRITES = """
+import torch
+from compiled.attention.base import FP8
+from compiled.attention.write import write
+from compiled.attention.write_kernel import launch
+
+pages, slots = torch.tensor([1, 2, 6, 3]), torch.tensor([0, 5, 15, 3])
+for dtype, cache in ((torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.bfloat16, FP8)):
+    k, _, v = torch.randint(-8, 9, (4, 9, 64)).to(dtype).split(3, 1)  # float8 numbers, or far beyond
+    k = k * 1000
+    blocks = [torch.zeros(7, 2, 16, 3, 64).to(cache) for _ in range(2)]
+    for function, block in zip((write, launch), blocks):
+        function((k, v), block.unbind(1), pages, slots, (0.5, 2.0))
+    assert torch.equal(*(block.view(torch.uint8) for block in blocks)), (dtype, cache)
+    assert blocks[0].float().abs().sum() > 0
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: torch brings it for GPUs only")
+def test_the_kernel_that_writes_to_the_cache_writes_what_plain_pytorch_writes() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", WRITES], cwd=ROOT, env=environment, check=True, timeout=100)
