@@ -12,7 +12,7 @@ What was saved needs neither transformers nor torch's compiler, and does not imp
 import logging
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +26,7 @@ from compiled.inductor import Generated
 from compiled.linear.op import load_kernel
 from compiled.native import KernelUnavailable
 from compiled.parameters import read_directly
-from compiled.program import LayerAttention, bind
+from compiled.program import PlannedAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
 from compiled.step import LoadError, ModelSpec
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class Forward(Protocol):
     """A whole forward pass, compiled or not."""
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor: ...
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,22 @@ class Built:
     fresh: Fresh | None = None
 
 
-def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report) -> Built:
-    """The uncompiled model: transformers' own code with its weights.
+class _InOrder:
+    """A planned attention for an uncompiled forward pass, whose layers come in order and without a number."""
+
+    def __init__(self, attention: PlannedAttention) -> None:
+        self.attend = attention.attend
+        self._next = 0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        self._next += 1
+        return self.attend(query, key, value, self._next - 1, sinks)
+
+
+def build_eager(
+    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, where: torch.device
+) -> Built:
+    """The uncompiled model: transformers' own code with its weights, ``where`` it is to run.
 
     Raises:
         LoadError: why this model cannot be served here.
@@ -95,10 +109,11 @@ def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int 
     timed = Stopwatch()
     with timed("load"):
         model = load(folder, dtype, max_model_len)
+        model.module.to(where)
     spec = _spec(model.facts, folder, name, dtype, max_model_len)
 
-    def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
-        return forward(model.module, ids_T, positions_T, rows_R, attention)
+    def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor:
+        return forward(model.module, ids_T, positions_T, rows_R, _InOrder(attention))
 
     return Built(spec, model.facts.layers, run, model.facts.work, timed.seconds)
 
@@ -111,8 +126,9 @@ def build_compiled(
     report: Report,
     cache: Cache,
     options: BuildOptions,
+    where: torch.device,
 ) -> Built:
-    """The compiled model, from ``cache`` where it has been compiled before.
+    """The compiled model, from ``cache`` where it has been compiled before, with its weights ``where`` it is to run.
 
     Raises:
         LoadError: why this model cannot be served here.
@@ -123,11 +139,11 @@ def build_compiled(
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
     if found is not None:
-        _load_kernel()
+        _load_kernel(where)
         recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, timed)
     else:
-        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed)
+        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed, where)
         functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
     spec = _spec(recipe.model, folder, name, dtype, max_model_len)
     fresh = None
@@ -136,9 +152,16 @@ def build_compiled(
             expected = _expect(module, folder, dtype, max_model_len, weights, spec)
         fresh = Fresh(factors, recipe, generated, expected)
     with timed("bind"):
-        program = bind(recipe, functions, weights)
+        program = bind(_move(recipe, weights, where), functions, weights)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
     return Built(spec, recipe.model.layers, program, recipe.model.work, timed.seconds, runs, len(functions), fresh)
+
+
+def _move(recipe: Recipe, weights: MutableMapping[str, Tensor], where: torch.device) -> Recipe:
+    """Put ``weights`` where they are to be used, one at a time; the recipe with its constants there."""
+    for name in weights if where.type != "cpu" else ():
+        weights[name] = weights[name].to(where)
+    return replace(recipe, constants=tuple(constant.to(where) for constant in recipe.constants))
 
 
 def factors_of(
@@ -150,7 +173,13 @@ def factors_of(
 
 
 def compile_only(
-    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, cache: Cache
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    where: torch.device,
+    report: Report,
+    cache: Cache,
 ) -> bool:
     """Fill ``cache`` from the model's config, without any of its weights; False where there was nothing to do. What
     is saved is checked by the first start that has weights.
@@ -163,10 +192,10 @@ def compile_only(
         return False
     from compiled import cold, pieces  # as below
 
-    pieces.check_compiler()
-    _load_kernel()
+    pieces.check_compiler(where)
+    _load_kernel(where)
     described = cold.describe(folder, dtype, max_model_len)
-    recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse)
+    recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse, where=where)
     keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
     return True
 
@@ -205,19 +234,20 @@ def _compile(
     cache: Cache,
     report: Report,
     timed: Stopwatch,
+    where: torch.device,
 ) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
-        kernel = reader.submit(_load_kernel)
+        kernel = reader.submit(_load_kernel, where)
         with timed("compiler"):
             # transformers and torch's compiler are slow to import, and what was saved does without them.
             from compiled import cold, pieces
-        pieces.check_compiler()
+        pieces.check_compiler(where)
         report("trace", 0, 0)
         with timed("describe"):
             described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
         reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None
-        recipe, compiled = cold.compile_model(described, cache, report, timed, fused=options.fuse)
+        recipe, compiled = cold.compile_model(described, cache, report, timed, fused=options.fuse, where=where)
         with timed("load"):
             kernel.result()
             weights = None if reading is None else reading.result()
@@ -239,7 +269,10 @@ def _load(
     return weights
 
 
-def _load_kernel() -> None:
+def _load_kernel(where: torch.device) -> None:
+    """The CPU's linear layers; a GPU has its own."""
+    if where.type != "cpu":
+        return
     try:
         load_kernel(cache_folder() / "kernels")
     except KernelUnavailable as error:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from compiled.artifacts import Cache
 from compiled.fuse import fuse
 from compiled.model import facts_of, limit_of, read_config, read_weights
+from compiled.move import move
 from compiled.pieces import Compiled, compile_pieces
 from compiled.probe import probe
 from compiled.recipe import Held, ModelFacts, Parameter, Recipe, Run
@@ -71,11 +72,13 @@ def compile_model(
     timed: Stopwatch,
     *,
     fused: bool,
+    where: torch.device,
 ) -> tuple[Recipe, Compiled]:
-    """Trace, split, fuse and compile, whatever the depth, one layer of each kind."""
+    """Trace, split, fuse and compile for ``where``, whatever the depth, one layer of each kind."""
     report("trace", 0, 0)
     parts = split_model(described.module, described.choice, described.buffers, timed)
     with timed("split"):
+        parts = parts if where.type == "cpu" else move(parts, where)
         parts = fuse(parts) if fused else parts
     with timed("compile"):
         compiled = compile_pieces(parts, cache, report)

@@ -38,8 +38,8 @@ def sample(logits_RV: Tensor, parts: Sequence[Part], masks: Masks | None = None)
         raw_NV = (logits_RV[first : last + 1] if adjacent else logits_RV.index_select(0, rows_N)).float()
         bars_NV = None
         if bits is not None and part.edits is not None and part.edits.masks is not None:
-            masks = part.edits.masks
-            bars_NV = bars(torch.from_numpy(masks), bits, ADDENDS, raw_NV.shape[1], partial=bool(masks.min() < 0))
+            rows = part.edits.masks
+            bars_NV = bars(torch.from_numpy(rows), bits, ADDENDS, raw_NV.shape[1], partial=bool(rows.min() < 0))
         edited_NV = raw_NV if part.edits is None else edit(raw_NV.clone(), part.edits, bars_NV)
         chosen_N = _choose(edited_NV, part)
         if chosen_N is None:

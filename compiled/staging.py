@@ -58,15 +58,15 @@ class Inputs:
         target = buffer.host.numpy()
         for offset, array in zip(offsets, parcel.arrays, strict=True):
             target[offset : offset + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-        self._there[:size].copy_(buffer.host[:size], non_blocking=True)
-        buffer.sent.record()
+        if size:
+            buffer.sent = self._device.send(buffer.host[:size], self._there[:size])
         return [
             _as(self._there, offset, torch.from_numpy(array).dtype, array.shape)
             for offset, array in zip(offsets, parcel.arrays, strict=True)
         ]
 
 
-class Results:
+class Outputs:
     """Brings tensors from ``device`` to the host."""
 
     def __init__(self, device: Device) -> None:
@@ -91,18 +91,18 @@ class Results:
 class Arrival:
     """Tensors that are on their way to the host."""
 
-    def __init__(self, results: Results, buffer: Tensor, there: Sequence[Tensor], events: Sequence[Event]) -> None:
-        self._results = results
+    def __init__(self, outputs: Outputs, buffer: Tensor, there: Sequence[Tensor], events: Sequence[Event]) -> None:
+        self._outputs = outputs
         self._buffer = buffer
         self._there = there
         self._events = events
 
     def wait(self) -> list[Tensor]:
-        """Block until they are there. Once: they stay as they are until the next but one is fetched."""
+        """Block until they are there. Once."""
         for event in self._events:
             event.synchronize()
         found = [one.clone() for one in self._there]
-        self._results.give_back(self._buffer)
+        self._outputs.give_back(self._buffer)
         return found
 
 

@@ -85,7 +85,8 @@ def model_folder(config: EngineConfig, report: Callable[[Progress], None]) -> st
 def _runner_options(config: EngineConfig) -> Any:
     from compiled.runner import RunnerOptions
 
-    shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
+    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs"}  # graphs: for benchmarks
+    shared = {name: getattr(config, name) for name in names}
     return RunnerOptions(threads=config.threads or default_threads(), **shared)
 
 

@@ -81,7 +81,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "runner": {"allocation", "backends", "cuda", "gpu_runner", "recording"},
         "gpu_runner": {"answers", "build", "device_sampler", "graphs", "logprobs", "meter", "rehearsal"},
         "answers": {"batch"},
-        "meter": {"compilations"},
+        "meter": {"compilations", "step"},
         "allocation": {"build", "choices", "kv_store", "rehearsal"},
         "backends": {"choices", "kv_store", "weights"},
         "choices": {"attention", "parameters"},
