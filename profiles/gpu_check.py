@@ -3,10 +3,12 @@
     python profiles/gpu_check.py             on a machine with one GPU, less than six minutes
     python profiles/gpu_check.py --dry-run   the same on the CPU, through the recording device, with tiny sizes
 
-Needs torch, transformers, safetensors and, on a GPU, FlashInfer with its modules built (`profiles/gpu_pack.py` lays out
-what a bare machine lacks); none of the server's libraries. Sections run one after the other in a process of their own,
-each with a time budget. One that fails, hangs or kills its process is told, and the rest goes on in a new process: an
-illegal access takes a CUDA context with it. The last line is one JSON object. Exit status 0 if nothing failed.
+Needs torch, transformers, safetensors and, on a GPU, FlashInfer with its modules built; what a bare machine lacks
+`profiles/gpu_pack.py` lays out. Of the server's libraries it needs only those that the scheduler imports.
+
+Sections run one after the other in a process of their own, each with a time budget. One that fails, hangs or kills its
+process is told, and the rest goes on in a new process: an illegal access takes a CUDA context with it. The last line is
+one JSON object. Exit status 0 if nothing failed.
 """
 
 import argparse
@@ -28,12 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "machine": 40,
     "conformance": 60,
-    "float32": 60,
-    "bfloat16": 100,
+    "bfloat16": 110,
     "graphs": 60,
     "overlap": 40,
-    "decode": 90,
-    "prefill": 60,
+    "decode": 70,
+    "prefill": 40,
+    "engine": 40,
+    "float32": 90,
 }
 """In this order; the seconds that each may take, at most."""
 
@@ -156,7 +159,7 @@ def _fail(report: Report, section: str, why: str) -> None:
 GOALS = {
     "decode at batch 1, percent of the memory ceiling": (("decode", "1", "percent"), 75.0, True),
     "prefill of 8192, percent of the matrix ceiling": (("prefill", "8192", "percent"), 60.0, True),
-    "host time per decode step that is not hidden, ms": (("decode", "unhidden_ms"), 0.05, False),
+    "host time of a decode step that is not hidden, scheduler included, ms": (("engine", "unhidden_ms"), 0.0, False),
     "seconds to capture all graphs": (("graphs", "capture_seconds"), 5.0, False),
 }
 """Where each is found, the goal, and whether more is better."""

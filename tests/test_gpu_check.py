@@ -13,7 +13,7 @@ import pytest
 from profiles import gpu_check
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSING = ("anyio", "gguf", "llguidance", "msgspec", "starlette", "websockets")
+MISSING = ("gguf", "llguidance", "prometheus_client", "starlette", "uvicorn", "websockets")
 """Libraries of the server, which a machine for GPU checks need not have."""
 
 

@@ -82,6 +82,7 @@ class Bench:
             "model": str(self.checkpoint(which)),
             "device": sizes.device,
             "dtype": dtype,
+            "kv_pages": sizes.kv_pages if which == "large" else None,
             "max_num_seqs": sizes.max_num_seqs,
             "max_num_batched_tokens": sizes.max_num_batched_tokens,
             "offline": True,

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from profiles.gpu import attention, machine, model, speed
+from profiles.gpu import attention, engine, machine, model, speed
 from profiles.gpu.bench import Bench
 from profiles.gpu.sizes import DRY, H200
 
 SECTIONS = {
     "machine": machine.measure,
     "conformance": attention.check,
-    "float32": model.float32,
     "bfloat16": model.bfloat16,
     "graphs": model.graphs,
     "overlap": speed.overlap,
     "decode": speed.decode,
     "prefill": speed.prefill,
+    "engine": engine.engine,
+    "float32": model.float32,
 }
 
 

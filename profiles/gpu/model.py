@@ -87,7 +87,9 @@ def graphs(bench: Bench) -> None:
     bench.show("{steps} kinds of steps differ from those without graphs by {difference}")
     ways = {name: value for name, value in runner.statistics().items() if name.startswith("graph_steps_")}
     bench.expect(all(ways.values()), f"not every way was taken: {ways}")
-    bench.expect(max(found["with"], found["pieces"]) < 0.02, f"logits with graphs differ by {found}")
+    # On a GPU other sizes run other matrix kernels, and bfloat16 sums in another order.
+    allowed = 0.05 if bench.sizes.device == "cuda" else 0.0
+    bench.expect(max(found["with"], found["pieces"]) <= allowed, f"logits with graphs differ by {found}")
     bench.expect(found["again"] == 0, f"a replay's logits differ by {found['again']:.2e} from the same replay's before")
 
 

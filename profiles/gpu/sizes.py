@@ -61,6 +61,12 @@ class Sizes:
     rows: tuple[int, ...]
     conformance_s: float
 
+    @property
+    def kv_pages(self) -> int:
+        """For the largest batch with room for three rounds of timed steps; the rest is for what is measured beside."""
+        rows = max(*self.decode, *self.rows)
+        return 1 + max(rows * (self.context + 3 * self.steps + 24), max(self.prefill) + 256) // 16 + rows
+
 
 H200 = Sizes(
     device="cuda",

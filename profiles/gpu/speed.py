@@ -1,5 +1,6 @@
 """Steps against the clock: decode and prefill beside the ceilings, host time apart, transformers beside it."""
 
+import inspect
 import statistics
 import time
 from typing import Any
@@ -98,18 +99,21 @@ def prefill(bench: Bench) -> None:
 
 
 def _eager_decode(bench: Bench) -> None:
+    from transformers import DynamicCache  # slow to import, and some sections do without
+
     bench.close()
     model = bench.reference("large", torch.bfloat16)
     for batch in bench.sizes.eager_decode:
         ids = torch.tensor([bench.prompt(bench.sizes.context, seed) for seed in range(batch)], device=bench.device)
         times = []
         with torch.inference_mode():
-            made = model(ids, use_cache=True, logits_to_keep=1)
+            cache = {_cache_name(model): DynamicCache(config=model.config)}
+            made = model(ids, use_cache=True, logits_to_keep=1, **cache)
             for _ in range(bench.sizes.steps // 2):
                 bench.synchronize()
                 started = time.perf_counter()
                 token = made.logits[:, -1].argmax(-1, keepdim=True)
-                made = model(token, past_key_values=made.past_key_values, use_cache=True)
+                made = model(token, use_cache=True, **cache)
                 bench.synchronize()
                 times.append(time.perf_counter() - started)
         bench.facts[str(batch)]["transformers_ms"] = _ms(times)
@@ -117,6 +121,11 @@ def _eager_decode(bench: Bench) -> None:
         del made
     del model
     bench.close()
+
+
+def _cache_name(model: Any) -> str:
+    """Of the keyword: transformers has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _filled(bench: Bench, runner: Any, batch: int, rounds: int = 1) -> Driver:
