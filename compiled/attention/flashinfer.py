@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,9 +98,8 @@ class _Eager:
 
     def plan(self, plan: Plan, staged: Staged) -> None:
         self._planned.synchronize()  # the wrappers' own staging memory is being copied until then
-        lengths = plan.qo_indptr.diff()
-        longer = (lengths > 1).nonzero()
-        rows = int(longer[0]) if longer.numel() else plan.rows
+        lengths = np.diff(plan.qo_indptr.numpy())
+        rows = plan.rows if plan.tokens == plan.rows else int((lengths > 1).argmax())
         self._decoding, self._tokens = rows, plan.tokens
         pages = int(plan.kv_indptr[rows])
         if rows:

@@ -6,8 +6,10 @@ pages i64 [T] | slots i64 [T] | kv_indptr i32 [R + 1] | kv_last_page_len i32 [R]
 Pages and slots take an even number of places, so that both begin where vectors may be loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,18 +28,6 @@ class Staged:
     kv_last_page_len: Tensor
     kv_indices: Tensor
     room: Tensor
-
-    def write(self, plan: Plan, page_size: int) -> None:
-        """``plan``'s tables, into a block in host memory."""
-        pages, slots = positions(plan, page_size)
-        for target, source in (
-            (self.pages, pages),
-            (self.slots, slots),
-            (self.kv_indptr, plan.kv_indptr),
-            (self.kv_last_page_len, plan.kv_last_page_len),
-            (self.kv_indices, plan.kv_indices),
-        ):
-            target.copy_(source)
 
 
 class Stage:
@@ -58,13 +48,15 @@ class Stage:
         self._block = torch.zeros(size, dtype=torch.uint8, device=self._device.torch)
         self._hosts = [self._device.host((size,), torch.uint8) for _ in range(2)]
         self._sent = [self._device.event() for _ in range(2)]
+        self._views: tuple[tuple[int, int], Staged] | None = None
 
     def put(self, plan: Plan, page_size: int) -> Staged:
         """``plan``'s tables, on the device when its work gets there. The same plan is copied once only."""
         if self._latest is not None and plan is self._latest[0]:
             return self._latest[1]
         self._latest = None
-        size = _size(plan.tokens, plan.rows, plan.kv_indices.numel())
+        indices = plan.kv_indices.numel()
+        size = _size(plan.tokens, plan.rows, indices)
         if size > self._block.numel():
             if not self._may_grow:
                 raise ValueError(f"a plan of {size} bytes in a block of {self._block.numel()}")
@@ -72,11 +64,31 @@ class Stage:
         self._turn ^= 1
         host = self._hosts[self._turn]
         self._sent[self._turn].synchronize()
-        _cut(host, plan).write(plan, page_size)
+        _write(host.numpy(), plan, page_size)
         self._sent[self._turn] = self._device.send(host[:size], self._block[:size])
-        staged = _cut(self._block, plan)
+        views = self._views_of(plan.tokens, plan.rows)
+        staged = replace(views, kv_indices=views.room[:indices])
         self._latest = plan, staged
         return staged
+
+    def _views_of(self, tokens: int, rows: int) -> Staged:
+        if self._views is None or self._views[0] != (tokens, rows):
+            even = _even(tokens)
+            places, tables = self._block[: 16 * even].view(torch.int64), self._block[16 * even :].view(torch.int32)
+            room = tables[2 * rows + 1 :]
+            indptr, last = tables[: rows + 1], tables[rows + 1 : 2 * rows + 1]
+            staged = Staged(places[:tokens], places[even : even + tokens], indptr, last, room, room)
+            self._views = (tokens, rows), staged
+        return self._views[1]
+
+
+def _write(host: npt.NDArray[np.uint8], plan: Plan, page_size: int) -> None:
+    tokens, even, rows = plan.tokens, _even(plan.tokens), plan.rows
+    places, tables = host[: 16 * even].view(np.int64), host[16 * even :].view(np.int32)
+    places[:tokens], places[even : even + tokens] = positions(plan, page_size)
+    tables[: rows + 1] = plan.kv_indptr.numpy()
+    tables[rows + 1 : 2 * rows + 1] = plan.kv_last_page_len.numpy()
+    tables[2 * rows + 1 :][: plan.kv_indices.numel()] = plan.kv_indices.numpy()
 
 
 def _size(tokens: int, rows: int, indices: int) -> int:
@@ -85,17 +97,3 @@ def _size(tokens: int, rows: int, indices: int) -> int:
 
 def _even(tokens: int) -> int:
     return tokens + tokens % 2
-
-
-def _cut(block: Tensor, plan: Plan) -> Staged:
-    tokens, even, rows = plan.tokens, _even(plan.tokens), plan.rows
-    places, tables = block[: 16 * even].view(torch.int64), block[16 * even :].view(torch.int32)
-    room = tables[2 * rows + 1 :]
-    return Staged(
-        pages=places[:tokens],
-        slots=places[even : even + tokens],
-        kv_indptr=tables[: rows + 1],
-        kv_last_page_len=tables[rows + 1 : 2 * rows + 1],
-        kv_indices=room[: plan.kv_indices.numel()],
-        room=room,
-    )

@@ -5,13 +5,16 @@ could not replay.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from compiled.step import PADDING_PAGE
 
+Array = npt.NDArray[np.integer[Any]]
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]
 """qo_indptr, kv_indptr, kv_indices and kv_last_page_len."""
 
@@ -53,38 +56,59 @@ def make_plan(
                 f"{name} must be a one-dimensional int32 tensor on the CPU, "
                 f"not {table.dtype} {tuple(table.shape)} on {table.device}"
             )
-    rows = kv_last_page_len.numel()
+    # numpy's calls cost a tenth of torch's, and this is done between the steps of a GPU.
+    queries, begins, indices, last = (table.numpy().copy() for table in tables.values())
+    rows = len(last)
     if rows < 1:
         raise ValueError("kv_last_page_len has no rows")
-    qo_lens = _lengths("qo_indptr", qo_indptr, rows)
-    page_counts = _lengths("kv_indptr", kv_indptr, rows)
-    if int(kv_indptr[-1]) != kv_indices.numel():
-        raise ValueError(f"kv_indptr ends at {int(kv_indptr[-1])} but kv_indices has {kv_indices.numel()} entries")
-    _refuse("kv_indices", kv_indices, (kv_indices < 0) | (kv_indices >= pages), f"outside 0..{pages - 1}")
-    last = kv_last_page_len
-    _refuse("kv_last_page_len", last, (last < 1) | (last > page_size), f"outside 1..{page_size}")
-    kv_lens = (page_counts - 1) * page_size + kv_last_page_len
-    if bool((qo_lens > kv_lens).any()):
-        row = int((qo_lens > kv_lens).nonzero()[0])
-        raise ValueError(f"row {row} has {int(qo_lens[row])} query tokens but a kv length of {int(kv_lens[row])}")
+    qo_lens = _lengths("qo_indptr", queries, rows)
+    page_counts = _lengths("kv_indptr", begins, rows)
+    if begins[-1] != len(indices):
+        raise ValueError(f"kv_indptr ends at {begins[-1]} but kv_indices has {len(indices)} entries")
+    _refuse("kv_indices", indices, 0, pages - 1)
+    _refuse("kv_last_page_len", last, 1, page_size)
+    kv_lens = (page_counts - 1) * np.int32(page_size) + last
+    if (longer := qo_lens > kv_lens).any():
+        row = int(longer.argmax())
+        raise ValueError(f"row {row} has {qo_lens[row]} query tokens but a kv length of {kv_lens[row]}")
     return Plan(
-        qo_indptr=_own(qo_indptr),
-        kv_indptr=_own(kv_indptr),
-        kv_indices=_own(kv_indices),
-        kv_last_page_len=_own(kv_last_page_len),
-        kv_lens=kv_lens,
-        tokens=int(qo_indptr[-1]),
+        qo_indptr=torch.from_numpy(queries),
+        kv_indptr=torch.from_numpy(begins),
+        kv_indices=torch.from_numpy(indices),
+        kv_last_page_len=torch.from_numpy(last),
+        kv_lens=torch.from_numpy(kv_lens),
+        tokens=int(queries[-1]),
     )
 
 
-def positions(plan: Plan, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and slot of each of the step's tokens [T], int64."""
+def _lengths(name: str, indptr: Array, rows: int) -> Array:
+    """Differences of an index pointer that must start at 0 and rise by at least one at every row."""
+    if len(indptr) != rows + 1:
+        raise ValueError(f"{name} has {len(indptr)} entries, not {rows + 1} for {rows} rows")
+    if indptr[0] != 0:
+        raise ValueError(f"{name}[0] is {indptr[0]}, not 0")
+    lengths = indptr[1:] - indptr[:-1]
+    if lengths.min() < 1:
+        row = int((lengths < 1).argmax())
+        raise ValueError(f"{name} does not rise at row {row}: {indptr[row]} then {indptr[row + 1]}")
+    return lengths
+
+
+def _refuse(name: str, values: Array, least: int, most: int) -> None:
+    if values.min() < least or values.max() > most:
+        index = int(((values < least) | (values > most)).argmax())
+        raise ValueError(f"{name}[{index}] is {values[index]}, outside {least}..{most}")
+
+
+def positions(plan: Plan, page_size: int) -> tuple[Array, Array]:
+    """Page and slot of each of the step's tokens [T]."""
     qo_indptr, kv_indptr, kv_indices = (table.numpy() for table in (plan.qo_indptr, plan.kv_indptr, plan.kv_indices))
-    lengths = np.diff(qo_indptr)
+    if plan.tokens == plan.rows:  # each token is its row's last position
+        return kv_indices[kv_indptr[1:] - 1], plan.kv_last_page_len.numpy() - 1
+    lengths = qo_indptr[1:] - qo_indptr[:-1]
     before = plan.kv_lens.numpy() - lengths
     place = np.arange(plan.tokens) + np.repeat(before - qo_indptr[:-1], lengths)
-    pages = kv_indices[np.repeat(kv_indptr[:-1], lengths) + place // page_size]
-    return torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(place % page_size)
+    return kv_indices[np.repeat(kv_indptr[:-1], lengths) + place // page_size], place % page_size
 
 
 def pad(tables: Tables, rows: int) -> Tables:
@@ -92,17 +116,20 @@ def pad(tables: Tables, rows: int) -> Tables:
 
     That is what a graph for so many rows runs for fewer: such rows write and read the padding page alone.
     """
-    qo_indptr, kv_indptr, kv_indices, kv_last_page_len = tables
-    missing = rows - kv_last_page_len.numel()
+    qo_indptr, kv_indptr, kv_indices, kv_last_page_len = (table.numpy() for table in tables)
+    missing = rows - len(kv_last_page_len)
     if missing < 0:
-        raise ValueError(f"{kv_last_page_len.numel()} rows cannot be padded to {rows}")
-    more = torch.arange(1, missing + 1, dtype=torch.int32)
-    return (
-        torch.cat([qo_indptr, qo_indptr[-1:] + more]),
-        torch.cat([kv_indptr, kv_indptr[-1:] + more]),
-        torch.cat([kv_indices, torch.full_like(more, PADDING_PAGE)]),
-        torch.cat([kv_last_page_len, torch.ones_like(more)]),
+        raise ValueError(f"{len(kv_last_page_len)} rows cannot be padded to {rows}")
+    if not missing:
+        return tables
+    more = np.arange(1, missing + 1, dtype=np.int32)
+    padded = (
+        (qo_indptr, qo_indptr[-1] + more),
+        (kv_indptr, kv_indptr[-1] + more),
+        (kv_indices, np.full_like(more, PADDING_PAGE)),
+        (kv_last_page_len, np.ones_like(more)),
     )
+    return tuple(torch.from_numpy(np.concatenate(parts)) for parts in padded)
 
 
 class Fixed:
@@ -152,28 +179,5 @@ class Fixed:
         self._ran.add(layer)
 
 
-def _lengths(name: str, indptr: Tensor, rows: int) -> Tensor:
-    """Differences of an index pointer that must start at 0 and rise by at least one at every row."""
-    if indptr.numel() != rows + 1:
-        raise ValueError(f"{name} has {indptr.numel()} entries, not {rows + 1} for {rows} rows")
-    if int(indptr[0]) != 0:
-        raise ValueError(f"{name}[0] is {int(indptr[0])}, not 0")
-    lengths = indptr.diff()
-    if bool((lengths < 1).any()):
-        row = int((lengths < 1).nonzero()[0])
-        raise ValueError(f"{name} does not rise at row {row}: {int(indptr[row])} then {int(indptr[row + 1])}")
-    return lengths
-
-
 def _zeros(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32)
-
-
-def _own(table: Tensor) -> Tensor:
-    return table.clone(memory_format=torch.contiguous_format)
-
-
-def _refuse(name: str, values: Tensor, bad: Tensor, why: str) -> None:
-    if bool(bad.any()):
-        index = int(bad.nonzero()[0])
-        raise ValueError(f"{name}[{index}] is {int(values[index])}, {why}")
