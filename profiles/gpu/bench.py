@@ -102,6 +102,28 @@ class Bench:
         return torch.randint(3, self.sizes.small["vocab_size"], (length,), generator=random).tolist()
 
 
+class Launches:
+    """Counts the steps that were launched when the device had done all before them: there it had to wait for the
+    host. None of it is known on the recording device, which is never busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._before: torch.cuda.Event | None = None
+        self._steps = self._late = 0
+
+    def count(self) -> None:
+        """Right after a step was submitted."""
+        if self._cuda:
+            self._steps += 1
+            self._late += self._before is None or self._before.query()
+            self._before = torch.cuda.Event()
+            self._before.record()
+
+    @property
+    def late_percent(self) -> float | None:
+        return 100 * self._late / self._steps if self._steps else None
+
+
 @contextmanager
 def limited(runner: Any, *, whole: bool, pieces: bool) -> Iterator[None]:
     """As if the runner had no graphs of the whole pass, or of pieces."""

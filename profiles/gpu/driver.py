@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +57,9 @@ class Driver:
             for row, sampled in zip(rows, result.tokens, strict=True):
                 self.tokens[row.request] += sampled
 
-    def decode(self, steps: int, *, depth: int | None = None) -> Times:
-        """``steps`` tokens for every row, with as many steps in flight as the runner takes (or ``depth``)."""
+    def decode(self, steps: int, *, depth: int | None = None, submitted: Callable[[], None] = lambda: None) -> Times:
+        """``steps`` tokens for every row, with as many steps in flight as the runner takes (or ``depth``).
+        ``submitted`` is called after each."""
         depth = self._runner.depth if depth is None else depth
         times, length = Times(), [len(row) for row in self.tokens]
         began = time.perf_counter()
@@ -70,12 +72,13 @@ class Driver:
             ]
             length = [one + 1 for one in length]
             self._flying.append((self._submit(rows), list(range(len(rows)))))
-            submitted = time.perf_counter()
+            submitted()
+            launched = time.perf_counter()
             if len(self._flying) >= depth:
                 self._take()
             ended = time.perf_counter()
-            times.host.append(submitted - started)
-            times.blocked.append(ended - submitted)
+            times.host.append(launched - started)
+            times.blocked.append(ended - launched)
             times.all.append(ended - began)
             began = ended
         while self._flying:

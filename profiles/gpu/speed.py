@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from profiles.gpu.bench import Bench, capture_all, limited
+from profiles.gpu.bench import Bench, Launches, capture_all, limited
 from profiles.gpu.driver import Driver, Times, one_step
 from profiles.gpu.machine import best, ceilings
 
@@ -36,16 +36,17 @@ def decode(bench: Bench) -> None:
     for batch in bench.sizes.decode:
         found = bench.facts[str(batch)] = {}
         driver = _filled(bench, runner, batch, 3)
-        found |= _decode_facts(bench, runner, batch, driver.decode(bench.sizes.steps), limits["read"])
+        launches = Launches(bench.device)
+        times = driver.decode(bench.sizes.steps, submitted=launches.count)
+        found |= _decode_facts(bench, runner, batch, times, limits["read"]) | {"late_percent": launches.late_percent}
         for name, pieces in (("pieces_ms", True), ("no_graphs_ms", False)):
             with limited(runner, whole=False, pieces=pieces):
                 found[name] = _ms(driver.decode(bench.sizes.steps).all)
     _eager_decode(bench)
-    bench.facts["unhidden_ms"] = max(bench.facts[str(batch)]["unhidden_ms"] for batch in bench.sizes.decode)
     for batch in bench.sizes.decode:
         bench.show(
             "batch {batch:>4}: {ms:7.3f} ms, {tokens_per_s:9.0f} tokens/s, {percent:5.1f} % of the memory ceiling, "
-            "host {host_ms:.3f} ms; graphs of pieces {pieces_ms:.3f} ms, none {no_graphs_ms:.3f} ms",
+            "host {host_ms:.3f} ms, late {late_percent} %; pieces {pieces_ms:.3f} ms, no graphs {no_graphs_ms:.3f} ms",
             batch=batch,
             **bench.facts[str(batch)],
         )
@@ -55,15 +56,13 @@ def _decode_facts(bench: Bench, runner: Any, batch: int, times: Times, ceiling: 
     facts, kv = runner.statistics(), runner.kv
     context = bench.sizes.context + bench.sizes.steps / 2
     moved = facts["read_bytes"] + batch * context * kv.page_bytes / kv.page_size
-    seconds, blocked = statistics.median(times.all), statistics.median(times.blocked)
+    seconds = statistics.median(times.all)
     return {
         "ms": seconds * 1e3,
         "tokens_per_s": batch / seconds,
         "percent": 100 * moved / seconds / ceiling,
         "host_ms": _ms(times.host),
-        "blocked_ms": blocked * 1e3,
-        # The host waits for the device in every step, so none of its own time shows; else it is what is slow.
-        "unhidden_ms": 0.0 if blocked > 0.02 * seconds else _ms(times.host),
+        "blocked_ms": _ms(times.blocked),
     }
 
 
