@@ -24,7 +24,8 @@ Forward = Callable[[Batch], Tensor]
 
 
 def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
-    """Attention between pieces that keep a residual, like a real model's. ``weights`` receives what it is bound to."""
+    """Attention between pieces that hand on a residual; two values are held from the first layer to the last, one of
+    them an attention's. ``weights`` receives what it is bound to."""
     random = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> Tensor:
@@ -35,13 +36,14 @@ def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
         made |= {f"qkv{layer}": weight(4 * 4, WIDTH), f"out{layer}": weight(WIDTH, WIDTH)}
     if weights is not None:
         weights |= made
-    calls: list[Run | Attention] = [Run("embed", "first", ("ids", "table", "qkv0"), ("x0", "q0", "k0", "v0"))]
+    first = Run("embed", "first", ("ids", "positions", "table", "qkv0"), ("turn", "x0", "q0", "k0", "v0"))
+    calls: list[Run | Attention] = [first]
     for layer in range(layers):
         calls.append(Attention(layer, f"q{layer}", f"k{layer}", f"v{layer}", f"o{layer}"))
-        taken, given = (f"o{layer}", f"x{layer}", f"out{layer}"), [f"{name}{layer + 1}" for name in "xqkv"]
+        taken, given = ("turn", f"o{layer}", f"x{layer}", f"out{layer}"), [f"{name}{layer + 1}" for name in "xqkv"]
         if layer + 1 < layers:
             calls.append(Run(f"layers.{layer}", "middle", (*taken, f"qkv{layer + 1}"), tuple(given)))
-    calls.append(Run("head", "last", (*taken, "rows", "head"), ("logits",)))
+    calls.append(Run("head", "last", (*taken, "o0", "rows", "head"), ("logits",)))
     fed = {name: Fed(name) for name in ("ids", "positions", "rows", "T")}
     recipe = Recipe(
         calls=tuple(calls),
@@ -55,21 +57,26 @@ def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
 
 
 def _first(arguments: list[Any]) -> tuple[Tensor, ...]:
-    ids, table, qkv = arguments
+    ids, positions, table, qkv = arguments
     arguments.clear()
-    return _projected(table[ids], qkv)
+    turn = (positions * 0.5).cos()[:, None]
+    return turn, *_projected(table[ids] * turn, qkv)
 
 
 def _middle(arguments: list[Any]) -> tuple[Tensor, ...]:
-    out_THE, x, weight, qkv = arguments
+    *taken, qkv = arguments
     arguments.clear()
-    return _projected(x + _times(out_THE.flatten(1), weight).tanh(), qkv)
+    return _projected(_added(*taken), qkv)
 
 
 def _last(arguments: list[Any]) -> tuple[Tensor, ...]:
-    out_THE, x, weight, rows, head = arguments
+    *taken, first_THE, rows, head = arguments
     arguments.clear()
-    return (_times((x + _times(out_THE.flatten(1), weight).tanh())[rows], head),)
+    return (_times((_added(*taken) + first_THE.flatten(1))[rows], head),)
+
+
+def _added(turn: Tensor, out_THE: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return x + _times(out_THE.flatten(1) * turn, weight).tanh()
 
 
 def _projected(x: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:

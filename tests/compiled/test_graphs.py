@@ -252,7 +252,8 @@ def test_a_step_that_is_larger_than_was_said_is_refused() -> None:
 def compiled_model(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama")
     cache = Cache(cache_folder() / "compiled", 1)
-    return build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST)
+    cpu = torch.device("cpu")
+    return build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST, cpu)
 
 
 @pytest.mark.parametrize("backend", [CpuAttention, ReferenceAttention])
