@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled.attention import modules
 from compiled.attention.base import FP8, Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention, load_kernel
 from compiled.attention.layers import ModelAttention, Views
@@ -56,6 +57,11 @@ class Backend:
 
         return lambda store: ModelAttention(layers, store.layers, make)
 
+    def seal(self) -> None:
+        """After the warm-up: nothing that it needs may be compiled any more."""
+        if self.name == "flashinfer":
+            modules.seal()
+
     def _flashinfer(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, cache: torch.dtype) -> MakeAttention:
         # Optional: for machines with a GPU.
         from compiled.attention.flashinfer import FlashInferAttention, Workspace
@@ -67,6 +73,10 @@ class Backend:
                     f"and is slow"
                 )
         assert self.device is not None
+        names = (str(one).removeprefix("torch.") for one in (dtype, cache))
+        arch = ".".join(map(str, torch.cuda.get_device_capability(self.device.torch)))
+        how = f"streamengine kernels build --model {self.options.model} --arch {arch}"
+        modules.prepare(modules.needed(layers, *names), how=how)
         workspace = Workspace(self.device)
 
         def make(spec: AttentionSpec, views: Views) -> Attention:

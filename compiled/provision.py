@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from compiled.attention import modules, prebuild
-from compiled.runner import RunnerOptions
+from compiled.choices import RunnerOptions, pick_dtype, pick_kv_dtype
 from compiled.step import LoadError
 from compiled.weights import Report, resolve
 
 
 def needed(options: RunnerOptions, report: Report) -> tuple[modules.Module, ...]:
     """The modules of the model's attention. Its folder needs a config and no weights. Raises LoadError."""
-    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-    modules.needed((), dtype, dtype)  # before anything slow
+    dtype = pick_dtype(options.dtype, "cuda")
+    names = [str(one).removeprefix("torch.") for one in (dtype, pick_kv_dtype(options.kv_dtype, dtype))]
+    modules.needed((), *names)  # before anything slow
     folder = resolve(options.model, offline=options.offline, report=report, weights=False)
     from compiled.cold import describe  # transformers is slow to import, and the doctor does without
 
-    layers = describe(folder, getattr(torch, dtype), options.max_model_len).facts.layers
-    return modules.needed(layers, dtype, dtype)
+    return modules.needed(describe(folder, dtype, options.max_model_len).facts.layers, *names)
 
 
 def build(options: RunnerOptions, archs: str, out: str | None, report: Report) -> list[dict[str, Any]]:

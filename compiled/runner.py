@@ -231,6 +231,7 @@ def build_runner(
         runner = GpuRunner(built.spec, device, _passes(built, attention, device, options, backend.captures))
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
     allocate(runner, built, options, kv_dtype, device)
+    backend.seal()
     if built.fresh is not None:
         expected = built.fresh.expected
         keep(cache, options.model, built.fresh, None if expected is None else runner.check(expected))

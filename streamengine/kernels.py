@@ -13,7 +13,7 @@ from streamengine.terminal import StartupProgress
 
 app = typer.Typer(name="kernels", help="Attention kernels for a GPU: build ahead, list.", no_args_is_help=True)
 
-DECISIVE = ("model", "dtype", "max_model_len", "offline")
+DECISIVE = ("model", "dtype", "kv_dtype", "max_model_len", "offline")
 MODEL = replace(ENGINE, help={name: ENGINE.help[name] for name in DECISIVE})
 """Only what decides which kernels there must be."""
 

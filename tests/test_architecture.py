@@ -77,7 +77,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
     # cold → {unroll, pieces} → {outline, trace} → {skeleton, split} → model
     "compiled": {
         "__init__": set(),
-        "provision": {"cold", "runner"},
+        "provision": {"choices", "cold"},
         "runner": {"allocation", "backends", "cuda", "gpu_runner", "recording"},
         "gpu_runner": {"answers", "build", "device_sampler", "graphs", "logprobs", "meter", "rehearsal"},
         "answers": {"batch"},

@@ -183,7 +183,7 @@ def test_a_start_compiles_nothing_where_the_user_forbids_it(fake: Path) -> None:
 def test_a_module_for_another_flashinfer_or_gpu_is_refused_at_the_start(
     fake: Path, built: Built, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     library = fake / spec_name(64) / f"{spec_name(64)}.so"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -216,7 +216,7 @@ def test_all_that_is_missing_of_a_toolchain_is_named_at_once(monkeypatch: pytest
 
 
 def test_without_flashinfer_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LoadError, match=r"pip install 'streamengine\[cuda\]'"):
         prebuild.build([Module(64, *BF16)], "9.0a", None, ignore)
 
