@@ -79,3 +79,12 @@ def _free(device: Device | None) -> int:
     if device is None or device.torch.type == "cpu":
         return int(available_memory() * SHARE_OF_FREE_MEMORY)
     return int(device.free_memory() * SHARE_OF_DEVICE_MEMORY)
+
+
+def free_for_pages(device: str) -> dict[str, int]:
+    """What is free on ``device`` ("cuda" or the CPU), and how much of it may be pages, in bytes; without a step's."""
+    if device == "cuda":
+        free, share = torch.cuda.mem_get_info()[0], SHARE_OF_DEVICE_MEMORY
+    else:
+        free, share = available_memory(), SHARE_OF_FREE_MEMORY
+    return {"memory_available_bytes": free, "kv_memory_bytes": int(free * share)}
