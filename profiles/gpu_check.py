@@ -70,6 +70,7 @@ class Child:
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
+        self._last = ""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -90,17 +91,19 @@ class Child:
                 return None
             if line.startswith('{"section":'):
                 return json.loads(line)
+            self._last = line or self._last
             print(line, flush=True)
 
     def end(self) -> str:
-        """Its exit status in words; it is killed if it still runs, with all that it started."""
+        """Its exit status and last line; it is killed if it still runs, with all that it started."""
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         status = self._process.returncode
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"{how}, {self._last[:300]}"
 
 
 def check(arguments: argparse.Namespace) -> Report:

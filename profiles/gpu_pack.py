@@ -6,7 +6,7 @@
     # there: tar xzf .gpu/site.tar.gz -C /tmp/site; python3 profiles/gpu_check.py --path /tmp/site
 
 FlashInfer is cut down to its Python: its headers and sources, nine tenths of it, are for compiling, which is done. The
-library that loads the modules is fetched for the other machine's Python.
+library that loads the modules, and those of the scheduler, are fetched for the other machine's Python.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,9 @@ from compiled.attention.modules import list_built  # noqa: E402 (found through t
 
 KEPT = {".py", ".json", ".txt", ".typed"}
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+SCHEDULER = ("msgspec", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py")
+"""What the engine's scheduler imports beside what comes with torch and transformers."""
+
 LIMIT = 64 * 2**20
 """Bytes that are easily carried."""
 
@@ -58,17 +62,17 @@ def modules(folder: Path, version: str) -> Iterator[tuple[Path, str]]:
             yield path, f"flashinfer/data/aot/{library.parent.name}/{path.name}"
 
 
-def loader(version: str, python: str) -> Iterator[tuple[zipfile.ZipFile, str]]:
-    """The files of apache-tvm-ffi for ``python``."""
+def wheels(wanted: list[str], python: str) -> Iterator[tuple[zipfile.ZipFile, str]]:
+    """The files of distributions for ``python``, without what they depend on."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", python, "--implementation", "cp", "--dest", folder]
         command += [part for platform in PLATFORMS for part in ("--platform", platform)]
-        subprocess.run([*command, f"apache-tvm-ffi=={version}"], check=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                yield archive, name
+        subprocess.run([*command, *wanted], check=True)
+        for wheel in sorted(Path(folder).glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    yield archive, name
 
 
 def main() -> None:
@@ -78,18 +82,19 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="the other machine's")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu")
     arguments = parser.parse_args()
-    version = version_in(arguments.flashinfer, "flashinfer_python")
+    flashinfer = version_in(arguments.flashinfer, "flashinfer_python")
     arguments.out.mkdir(exist_ok=True)
     target = arguments.out / "site.tar.gz"
     with tarfile.open(target, "w:gz", compresslevel=6) as archive:
-        for path, name in (*python_files(arguments.flashinfer), *modules(arguments.modules, version)):
+        for path, name in (*python_files(arguments.flashinfer), *modules(arguments.modules, flashinfer)):
             archive.add(path, name)
-        for wheel, name in loader(version_in(arguments.flashinfer, "apache_tvm_ffi"), arguments.python):
+        loader = f"apache-tvm-ffi=={version_in(arguments.flashinfer, 'apache_tvm_ffi')}"
+        for wheel, name in wheels([loader, *(f"{name}=={version(name)}" for name in SCHEDULER)], arguments.python):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = wheel.getinfo(name).file_size, 0o644
             archive.addfile(entry, io.BytesIO(wheel.read(name)))
     size = target.stat().st_size
-    print(f"{target}: {size / 2**20:.1f} MiB, flashinfer {version} for Python {arguments.python}")
+    print(f"{target}: {size / 2**20:.1f} MiB, flashinfer {flashinfer} for Python {arguments.python}")
     if size > LIMIT:
         sys.exit(f"error: more than {LIMIT >> 20} MiB; build fewer modules")
 
