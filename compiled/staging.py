@@ -18,6 +18,11 @@ _ALIGNMENT = 16
 
 _FIRST_SIZE = 1 << 16
 
+_DTYPES = {
+    np.int64: torch.int64, np.int32: torch.int32, np.uint8: torch.uint8, np.float64: torch.float64,
+    np.float32: torch.float32,
+}  # fmt: skip
+
 
 class Parcel:
     """Arrays on their way to the device. `add` gives the number under which `Inputs.send` returns each of them."""
@@ -61,7 +66,7 @@ class Inputs:
         if size:
             buffer.sent = self._device.send(buffer.host[:size], self._there[:size])
         return [
-            _as(self._there, offset, torch.from_numpy(array).dtype, array.shape)
+            _as(self._there, offset, _DTYPES[array.dtype.type], array.shape)
             for offset, array in zip(offsets, parcel.arrays, strict=True)
         ]
 

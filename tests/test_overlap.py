@@ -39,7 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def build(folder: Path) -> Callable[..., Any]:
     def start(**options: Any) -> LocalRunner:
-        fixed = {"dtype": "float32", "page_size": PAGE_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        fixed: dict[str, Any] = {
+            "dtype": "float32",
+            "page_size": PAGE_SIZE,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+        }
         runner = build_runner(
             RunnerOptions(model=str(folder), **(fixed | {"kv_pages": PAGES} | options)), lambda *_: None
         )

@@ -59,7 +59,7 @@ class Grammar:
 
     def wait(self) -> memoryview:
         padded = torch.nn.functional.pad(self.allowed, (0, 32 * self.words - self.allowed.shape[1]))
-        return memoryview(np.packbits(padded.numpy(), axis=1, bitorder="little").tobytes())
+        return memoryview(bytearray(np.packbits(padded.numpy(), axis=1, bitorder="little").tobytes()))
 
 
 @given(a_step(), st.data())

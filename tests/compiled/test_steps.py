@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> LocalRunner:
+@pytest.fixture(scope="module", params=["cpu", "recording"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LocalRunner:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama")
-    options = RunnerOptions(model=str(folder), dtype="float32", page_size=4, kv_pages=40, eager=True, max_num_seqs=8)
-    return build_runner(options, lambda *_: None)
+    options: dict[str, Any] = {"dtype": "float32", "page_size": 4, "kv_pages": 40, "eager": True, "max_num_seqs": 8}
+    return build_runner(RunnerOptions(model=str(folder), device=request.param, **options), lambda *_: None)
 
 
 def generate(runner: LocalRunner, sampling: Sampling, guess: Callable[[list[int]], list[int]]) -> tuple[list[int], int]:
