@@ -100,9 +100,8 @@ MIXED = {
 def test_rows_of_all_lengths_in_any_order_with_padding(
     rows: list[tuple[int, int]], cap: float | None, backend: Backend
 ) -> None:
-    assert_right(
-        Batch(rows, 6, 2, head_dim=64, dtype=BF16, padding=3, soft_cap=cap, window=20 if cap else None), backend
-    )
+    window = None if cap is None else 20
+    assert_right(backend.batch(rows, 6, 2, 64, dtype=BF16, padding=3, soft_cap=cap, window=window), backend)
 
 
 @pytest.mark.parametrize("rows", MIXED.values(), ids=MIXED)
