@@ -20,7 +20,7 @@ class Cuda:
         torch.cuda.set_device(self.torch)
         self._beside = torch.cuda.Stream(self.torch)
         self._pool = torch.cuda.graph_pool_handle()
-        self._pool_bytes = 0
+        self._pool_bytes: int | None = 0
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
@@ -50,9 +50,8 @@ class Cuda:
                 raise
             graph.capture_end()
         arguments.clear()
-        grown = torch.cuda.memory_reserved(self.torch) - before
-        self._pool_bytes += grown
-        return CudaGraph(graph, grown), made
+        self._pool_bytes = None
+        return CudaGraph(graph, torch.cuda.memory_reserved(self.torch) - before), made
 
     def alias(self, tensor: Tensor) -> Tensor:
         if not tensor.numel():
@@ -69,6 +68,11 @@ class Cuda:
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def pool_bytes(self) -> int:
+        """Looked up again after a capture only: it takes milliseconds."""
+        if self._pool_bytes is None:
+            segments = torch.cuda.memory_snapshot()
+            ours = (segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool))
+            self._pool_bytes = sum(segment["total_size"] for segment in ours)
         return self._pool_bytes
 
     def peak_of(self, work: Callable[[], object]) -> int:

@@ -70,6 +70,7 @@ class _Captured:
 class _Whole:
     """``logits_RV`` lie in the pool."""
 
+    place: Place
     attention: ModelAttention
     captured: _Captured
     logits_RV: Tensor
@@ -142,7 +143,9 @@ class Graphs:
             bucket = self._buckets.fit(tokens, False)
         if bucket is None or not self._has(bucket):
             return self._at(None, max(tokens, SMALLEST), max(rows, SMALLEST))
-        return self._at(bucket, bucket.tokens, bucket.tokens if bucket.whole else max(rows, SMALLEST))
+        return (
+            self._whole[bucket.tokens].place if bucket.whole else self._at(bucket, bucket.tokens, max(rows, SMALLEST))
+        )
 
     def run(self, place: Place, tables: Tables) -> Tensor:
         """Logits ``[R, V]`` of the inputs that are at ``place``, there until the next step. ``tables`` cover the real
@@ -154,7 +157,7 @@ class Graphs:
             return self._program(place.ids_T, place.positions_T, place.rows_R, self._attention)
         if bucket.whole:
             self._steps["whole"] += 1
-            return self._replay_whole(self._whole[bucket.tokens], place, tables)
+            return self._replay_whole(self._whole[bucket.tokens], tables)
         self._steps["pieces"] += 1
         self._attention.plan(*tables)
         return self._replay_pieces(self._pieces[bucket.tokens], place)
@@ -186,10 +189,10 @@ class Graphs:
             raise ValueError(f"a step of {tokens} tokens and {rows} logit rows is larger than was said")
         return Place(bucket, inputs, *inputs.split([tokens, tokens, rows]))
 
-    def _replay_whole(self, whole: _Whole, place: Place, tables: Tables) -> Tensor:
-        whole.attention.plan(*pad(tables, len(place.ids_T)))
+    def _replay_whole(self, whole: _Whole, tables: Tables) -> Tensor:
+        whole.attention.plan(*pad(tables, len(whole.place.ids_T)))
         if not whole.checked:
-            _compare("the whole pass", whole.captured, self._all_inputs(place))
+            _compare("the whole pass", whole.captured, self._all_inputs(whole.place))
             whole.checked = True
         whole.captured.graph.replay()
         return whole.logits_RV
@@ -250,7 +253,7 @@ class Graphs:
         with attention.capturing():
             run([place.ids_T, place.positions_T, place.rows_R])  # once for real: kernels are loaded, and tuned
             graph, (logits_RV,) = self._device.capture(run, [place.ids_T, place.positions_T, place.rows_R])
-        return _Whole(attention, _Captured(graph, inputs), self._device.alias(logits_RV))
+        return _Whole(place, attention, _Captured(graph, inputs), self._device.alias(logits_RV))
 
     def _capture_pieces(self, place: Place) -> _Pieces:
         self._attention.plan(*_idle(len(place.ids_T)))
