@@ -17,23 +17,29 @@ from compiled.program import SMALLEST, Program, bind
 from compiled.recipe import Attention, Fed, ModelFacts, Parameter, Recipe, Run
 from compiled.step import Row, Sampling, Step
 
-VOCABULARY, WIDTH, SPEC = 97, 8, AttentionSpec(2, 1, 4, 0.5)
+VOCABULARY, SPEC = 97, AttentionSpec(2, 1, 4, 0.5)
 PAGE, ROW_PAGES, ROWS = 4, 6, 12
 
 Forward = Callable[[Batch], Tensor]
 
 
-def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
+def program(
+    layers: int,
+    weights: dict[str, Tensor] | None = None,
+    spec: AttentionSpec = SPEC,
+    dtype: torch.dtype = torch.float32,
+) -> Program:
     """Attention between pieces that hand on a residual; two values are held from the first layer to the last, one of
     them an attention's. ``weights`` receives what it is bound to."""
-    random = torch.Generator().manual_seed(7)
+    random, width = torch.Generator().manual_seed(7), spec.num_heads * spec.head_dim
+    heads = spec.num_heads + 2 * spec.num_kv_heads
 
     def weight(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random)
+        return (torch.randn(*shape, generator=random) * (8 / width) ** 0.5).to(dtype)
 
-    made = {"table": weight(VOCABULARY, WIDTH), "head": weight(VOCABULARY, WIDTH)}
+    made = {"table": weight(VOCABULARY, width), "head": weight(VOCABULARY, width)}
     for layer in range(layers):
-        made |= {f"qkv{layer}": weight(4 * 4, WIDTH), f"out{layer}": weight(WIDTH, WIDTH)}
+        made |= {f"qkv{layer}": weight(heads * spec.head_dim, width), f"out{layer}": weight(width, width)}
     if weights is not None:
         weights |= made
     first = Run("embed", "first", ("ids", "positions", "table", "qkv0"), ("turn", "x0", "q0", "k0", "v0"))
@@ -51,38 +57,41 @@ def program(layers: int, weights: dict[str, Tensor] | None = None) -> Program:
         constants=(),
         held={},
         output="logits",
-        model=ModelFacts("Small", VOCABULARY, None, (2,), (SPEC,) * layers, {}, True),
+        model=ModelFacts("Small", VOCABULARY, None, (2,), (spec,) * layers, {}, True),
     )
-    return bind(recipe, {"first": _first, "middle": _middle, "last": _last}, made)
+    pieces = _Pieces(spec)
+    return bind(recipe, {"first": pieces.first, "middle": pieces.middle, "last": pieces.last}, made)
 
 
-def _first(arguments: list[Any]) -> tuple[Tensor, ...]:
-    ids, positions, table, qkv = arguments
-    arguments.clear()
-    turn = (positions * 0.5).cos()[:, None]
-    return turn, *_projected(table[ids] * turn, qkv)
+class _Pieces:
+    """Functions that empty the list of their arguments, like compiled ones."""
 
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
 
-def _middle(arguments: list[Any]) -> tuple[Tensor, ...]:
-    *taken, qkv = arguments
-    arguments.clear()
-    return _projected(_added(*taken), qkv)
+    def first(self, arguments: list[Any]) -> tuple[Tensor, ...]:
+        ids, positions, table, qkv = arguments
+        arguments.clear()
+        turn = (positions * 0.5).cos()[:, None].to(table.dtype)
+        return turn, *self._projected(table[ids] * turn, qkv)
 
+    def middle(self, arguments: list[Any]) -> tuple[Tensor, ...]:
+        *taken, qkv = arguments
+        arguments.clear()
+        return self._projected(self._added(*taken), qkv)
 
-def _last(arguments: list[Any]) -> tuple[Tensor, ...]:
-    *taken, first_THE, rows, head = arguments
-    arguments.clear()
-    return (_times((_added(*taken) + first_THE.flatten(1))[rows], head),)
+    def last(self, arguments: list[Any]) -> tuple[Tensor, ...]:
+        *taken, first_THE, rows, head = arguments
+        arguments.clear()
+        return (_times((self._added(*taken) + first_THE.flatten(1))[rows], head),)
 
+    def _added(self, turn: Tensor, out_THE: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return x + _times(out_THE.flatten(1) * turn, weight).tanh()
 
-def _added(turn: Tensor, out_THE: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return x + _times(out_THE.flatten(1) * turn, weight).tanh()
-
-
-def _projected(x: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values are views of one tensor, as merged linears give them."""
-    q, k, v = _times(x, qkv).view(len(x), 4, 4).split([2, 1, 1], dim=1)
-    return x, q, k, v
+    def _projected(self, x: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values are views of one tensor, as merged linears give them."""
+        q, k, v = _times(x, qkv).view(len(x), sum(self._heads), -1).split(self._heads, dim=1)
+        return x, q, k, v
 
 
 def _times(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,10 +99,12 @@ def _times(x: Tensor, weight: Tensor) -> Tensor:
     return (x[:, None] * weight).sum(-1)
 
 
-def attention_over(specs: Sequence[AttentionSpec], backend: Any = ReferenceAttention) -> tuple[KVStore, ModelAttention]:
+def attention_over(
+    specs: Sequence[AttentionSpec], backend: Any = ReferenceAttention, dtype: torch.dtype = torch.float32
+) -> tuple[KVStore, ModelAttention]:
     """Of an own cache, with room for `ROWS` requests."""
     layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in specs)
-    store = KVStore(KVShape(layers, PAGE, torch.float32), 1 + ROWS * ROW_PAGES)
+    store = KVStore(KVShape(layers, PAGE, dtype), 1 + ROWS * ROW_PAGES)
     return store, ModelAttention(specs, store.layers, backend)
 
 
