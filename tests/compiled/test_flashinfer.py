@@ -38,7 +38,8 @@ def test_the_wrappers_of_this_version_do_what_the_contract_says(version: str, tm
         "OMP_NUM_THREADS": "1",
         EMULATED: "1",
     }
-    cases = ["tests/compiled/test_conformance.py", "tests/compiled/flashinfer_cases.py"]
+    modules = ("test_conformance.py", "flashinfer_cases.py", "flashinfer_graph_cases.py")
+    cases = [f"tests/compiled/{module}" for module in modules]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", "flashinfer"]
     command = [sys.executable, "-m", "pytest", *options, *cases]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
