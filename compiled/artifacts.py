@@ -49,6 +49,7 @@ _ELSEWHERE = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
 """Inductor's variables that change no code."""
 
 _FEW_WORDS = 8
+_CPU = torch.device("cpu")
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,12 @@ class Loaded:
 
 
 class Cache:
-    """Compiled models in ``folder``, for this machine and ``threads`` compute threads. Any number of processes
-    may use one folder. Nothing here raises because of what lies on the disk: it is logged, and made again."""
+    """Compiled models in ``folder``, for ``where`` on this machine and ``threads`` compute threads. Any number of
+    processes may use one folder. Nothing here raises because of what lies on the disk: it is logged, and made again."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, where: torch.device = _CPU) -> None:
         self.store = Store(folder)
-        self._machine = machine_factors(threads)
+        self._machine = machine_factors(threads, where)
         self._workshop: Path | None = None
         self._open = True
         if (fault := self.store.fault()) is not None:
@@ -175,7 +176,7 @@ class Cache:
         return f"piece-{_digest({'graph': key, **self._machine})}"
 
 
-def machine_factors(threads: int) -> Factors:
+def machine_factors(threads: int, where: torch.device = _CPU) -> Factors:
     """What machine code depends on. Threads: Inductor writes their number into its loops."""
     name, flags = _cpu()
     there = {key: value for key, value in os.environ.items() if key.startswith("TORCHINDUCTOR_")}
@@ -188,6 +189,19 @@ def machine_factors(threads: int) -> Factors:
         "inductor": dict(inductor.OPTIONS),
         "environment": {key: value for key, value in there.items() if key not in _ELSEWHERE},
         "operators": _code("linear/*.py", "inductor.py", "kernels.py"),
+        "device": "cpu" if where.type == "cpu" else _gpu(where),
+    }
+
+
+def _gpu(where: torch.device) -> Factors:
+    """What Triton's kernels depend on, and the choices that Inductor makes between them."""
+    found = torch.cuda.get_device_properties(where)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "processors": found.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "triton": metadata.version("triton"),
     }
 
 

@@ -26,7 +26,7 @@ from compiled.inductor import Generated
 from compiled.linear.op import load_kernel
 from compiled.native import KernelUnavailable
 from compiled.parameters import read_directly
-from compiled.program import LayerAttention, bind
+from compiled.program import PlannedAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
 from compiled.step import LoadError, ModelSpec
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class Forward(Protocol):
     """A whole forward pass, compiled or not."""
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor: ...
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,22 @@ class Built:
     about: tuple[PieceAbout, ...] = ()
 
 
-def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report) -> Built:
-    """The uncompiled model: transformers' own code with its weights.
+class _InOrder:
+    """A planned attention for an uncompiled forward pass, whose layers come in order and without a number."""
+
+    def __init__(self, attention: PlannedAttention) -> None:
+        self.attend = attention.attend
+        self._next = 0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        self._next += 1
+        return self.attend(query, key, value, self._next - 1, sinks)
+
+
+def build_eager(
+    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, where: torch.device
+) -> Built:
+    """The uncompiled model: transformers' own code with its weights, ``where`` it is to run.
 
     Raises:
         LoadError: why this model cannot be served here.
@@ -98,10 +112,11 @@ def build_eager(folder: Path, name: str, dtype: torch.dtype, max_model_len: int 
     timed = Stopwatch()
     with timed("load"):
         model = load(folder, dtype, max_model_len)
+        model.module.to(where)
     spec = _spec(model.facts, folder, name, dtype, max_model_len)
 
-    def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
-        return forward(model.module, ids_T, positions_T, rows_R, attention)
+    def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor:
+        return forward(model.module, ids_T, positions_T, rows_R, _InOrder(attention))
 
     return Built(spec, model.facts.layers, run, model.facts.work, timed.seconds)
 
@@ -114,8 +129,9 @@ def build_compiled(
     report: Report,
     cache: Cache,
     options: BuildOptions,
+    where: torch.device,
 ) -> Built:
-    """The compiled model, from ``cache`` where it has been compiled before.
+    """The compiled model, from ``cache`` where it has been compiled before, with its weights ``where`` it is to run.
 
     Raises:
         LoadError: why this model cannot be served here.
@@ -126,13 +142,13 @@ def build_compiled(
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
     if found is not None:
-        _load_kernel()
+        _load_kernel(where)
         recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, timed)
         about = _about(recipe, found.generated, found.generated.keys(), None)
     else:
         missed = cache.explain(name, factors)
-        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed)
+        recipe, compiled, weights, module = _compile(folder, dtype, max_model_len, options, cache, report, timed, where)
         functions, generated = compiled.functions, None if compiled.homebound else compiled.generated
         about = _about(recipe, {**compiled.found, **compiled.generated}, compiled.found.keys(), missed)
     spec = _spec(recipe.model, folder, name, dtype, max_model_len)
@@ -142,7 +158,7 @@ def build_compiled(
             expected = _expect(module, folder, dtype, max_model_len, weights, spec)
         fresh = Fresh(factors, recipe, generated, expected)
     with timed("bind"):
-        program = bind(recipe, functions, weights)
+        program = bind(_move(recipe, weights, where), functions, weights)
     runs = sum(isinstance(call, Run) for call in recipe.calls)
     model = recipe.model
     return Built(spec, model.layers, program, model.work, timed.seconds, runs, len(functions), fresh, about)
@@ -167,6 +183,13 @@ def _about(
     return tuple(about)
 
 
+def _move(recipe: Recipe, weights: MutableMapping[str, Tensor], where: torch.device) -> Recipe:
+    """Put ``weights`` where they are to be used, one at a time; the recipe with its constants there."""
+    for name in weights if where.type != "cpu" else ():
+        weights[name] = weights[name].to(where)
+    return replace(recipe, constants=tuple(constant.to(where) for constant in recipe.constants))
+
+
 def factors_of(
     folder: Path, dtype: torch.dtype, max_model_len: int | None, cache: Cache, options: BuildOptions
 ) -> Factors:
@@ -176,7 +199,13 @@ def factors_of(
 
 
 def compile_only(
-    folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None, report: Report, cache: Cache
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    max_model_len: int | None,
+    where: torch.device,
+    report: Report,
+    cache: Cache,
 ) -> bool:
     """Fill ``cache`` from the model's config, without any of its weights; False where there was nothing to do. What
     is saved is checked by the first start that has weights.
@@ -189,10 +218,10 @@ def compile_only(
         return False
     from compiled import cold, pieces  # as below
 
-    pieces.check_compiler()
-    _load_kernel()
+    pieces.check_compiler(where)
+    _load_kernel(where)
     described = cold.describe(folder, dtype, max_model_len)
-    recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse)
+    recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse, where=where)
     keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
     return True
 
@@ -231,19 +260,20 @@ def _compile(
     cache: Cache,
     report: Report,
     timed: Stopwatch,
+    where: torch.device,
 ) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
-        kernel = reader.submit(_load_kernel)
+        kernel = reader.submit(_load_kernel, where)
         with timed("compiler"):
             # transformers and torch's compiler are slow to import, and what was saved does without them.
             from compiled import cold, pieces
-        pieces.check_compiler()
+        pieces.check_compiler(where)
         report("trace", 0, 0)
         with timed("describe"):
             described = cold.describe(folder, dtype, max_model_len, compose=options.compose)
         reading = reader.submit(read_directly, folder, described.held) if described.facts.verbatim else None
-        recipe, compiled = cold.compile_model(described, cache, report, timed, fused=options.fuse)
+        recipe, compiled = cold.compile_model(described, cache, report, timed, fused=options.fuse, where=where)
         with timed("load"):
             kernel.result()
             weights = None if reading is None else reading.result()
@@ -265,7 +295,10 @@ def _load(
     return weights
 
 
-def _load_kernel() -> None:
+def _load_kernel(where: torch.device) -> None:
+    """The CPU's linear layers; a GPU has its own."""
+    if where.type != "cpu":
+        return
     try:
         load_kernel(cache_folder() / "kernels")
     except KernelUnavailable as error:

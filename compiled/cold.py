@@ -16,6 +16,7 @@ from compiled.artifacts import Cache
 from compiled.counting import describe_pieces
 from compiled.fuse import fuse
 from compiled.model import facts_of, limit_of, read_config, read_weights
+from compiled.move import move
 from compiled.pieces import Compiled, compile_pieces
 from compiled.probe import probe
 from compiled.recipe import Held, ModelFacts, Parameter, PieceFacts, Recipe, Run
@@ -72,11 +73,13 @@ def compile_model(
     timed: Stopwatch,
     *,
     fused: bool,
+    where: torch.device,
 ) -> tuple[Recipe, Compiled]:
-    """Trace, split, fuse and compile, whatever the depth, one layer of each kind."""
+    """Trace, split, fuse and compile for ``where``, whatever the depth, one layer of each kind."""
     report("trace", 0, 0)
     parts = split_model(described.module, described.choice, described.buffers, timed)
     with timed("split"):
+        parts = parts if where.type == "cpu" else move(parts, where)
         parts = fuse(parts) if fused else parts
     with timed("count"):
         facts = describe_pieces(parts)

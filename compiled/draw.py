@@ -24,10 +24,10 @@ _MARGIN = 1e-5
 def draw(probs_NV: Tensor, part: Part) -> Tensor:
     """One token id per row. Rows sum to 1."""
     uniform_N = torch.from_numpy(part.uniform)
-    return _draw(probs_NV, uniform_N) if part.kind is Kind.WHOLE else _draw_cut(probs_NV, uniform_N, part)
+    return draw_whole(probs_NV, uniform_N) if part.kind is Kind.WHOLE else _draw_cut(probs_NV, uniform_N, part)
 
 
-def _draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+def draw_whole(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """From the whole distribution: first a block of ids, then one of its ids."""
     vocabulary = probs_NV.shape[1]
     whole = vocabulary // _BLOCK * _BLOCK
@@ -36,15 +36,15 @@ def _draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
         mass_NB = torch.cat([mass_NB, probs_NV[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
     sums_NB = mass_NB.cumsum(dim=-1, dtype=torch.float64)
     target_N = uniform_N * sums_NB[:, -1]
-    block_N1 = _find(mass_NB, sums_NB, target_N)
+    block_N1 = find(mass_NB, sums_NB, target_N)
     before_N = (sums_NB.gather(1, block_N1) - mass_NB.gather(1, block_N1)).squeeze(1)
-    ids_NK = block_N1 * _BLOCK + torch.arange(_BLOCK)
+    ids_NK = block_N1 * _BLOCK + torch.arange(_BLOCK, device=probs_NV.device)
     inside_NK = ids_NK < vocabulary
     mass_NK = probs_NV.gather(1, ids_NK.clamp(max=vocabulary - 1)) * inside_NK
-    return ids_NK.gather(1, _find(mass_NK, mass_NK.cumsum(dim=-1, dtype=torch.float64), target_N - before_N)).squeeze(1)
+    return ids_NK.gather(1, find(mass_NK, mass_NK.cumsum(dim=-1, dtype=torch.float64), target_N - before_N)).squeeze(1)
 
 
-def _find(mass_NK: Tensor, sums_NK: Tensor, target_N: Tensor) -> Tensor:
+def find(mass_NK: Tensor, sums_NK: Tensor, target_N: Tensor) -> Tensor:
     """Index ``[N, 1]`` of the entry in whose share of the cumulated mass the target falls; never one without mass."""
     found_N1 = torch.searchsorted(sums_NK, target_N.clamp(min=0)[:, None], right=True)
     # A target that rounds up to the whole mass belongs to the last entry that has any.
@@ -70,7 +70,7 @@ def _draw_cut(probs_NV: Tensor, uniform_N: Tensor, part: Part) -> Tensor:
             mass_MK = probs_NV.take(torch.from_numpy(places_MK)) * torch.from_numpy(real_MK)
             mass_MK = mass_MK * _kept(mass_MK, part, rows)
             sums_MK = mass_MK.cumsum(dim=-1, dtype=torch.float64)
-            index_M1 = _find(mass_MK, sums_MK, uniform_N[rows] * sums_MK[:, -1])
+            index_M1 = find(mass_MK, sums_MK, uniform_N[rows] * sums_MK[:, -1])
             tokens_N[rows] = torch.from_numpy(places_MK).gather(1, index_M1).squeeze(1) % vocabulary
     return tokens_N
 
@@ -117,12 +117,19 @@ def _kept(mass_MK: Tensor, part: Part, rows: np.ndarray) -> Tensor:
         torch.from_numpy(option[rows]) for option in (part.top_k, part.top_p, part.typical_p, _of_whole(part))
     )
     sorted_MK, order_MK = mass_MK.sort(dim=-1, descending=True, stable=True)
-    rank_K = torch.arange(mass_MK.shape[1])
+    kept_MK = keep(sorted_MK, top_k_M, top_p_M, typical_M if bool((typical_M < 1).any()) else None, whole_M)
+    return torch.zeros_like(kept_MK).scatter_(1, order_MK, kept_MK)
+
+
+def keep(sorted_MK: Tensor, top_k_M: Tensor, top_p_M: Tensor, typical_M: Tensor | None, whole_M: Tensor) -> Tensor:
+    """The same of candidates that are sorted already, the likeliest first. ``whole_M``: top_p is a share of the whole
+    distribution; ``typical_M`` is None where no row has a typical_p."""
+    rank_K = torch.arange(sorted_MK.shape[1], device=sorted_MK.device)
     kept_MK = sorted_MK.double() * ((rank_K < top_k_M[:, None]) | (top_k_M == 0)[:, None])
     sums_MK = kept_MK.cumsum(dim=-1)
     total_M = torch.where(whole_M, 1.0, sums_MK[:, -1])
     kept_MK = kept_MK * _until(sums_MK - kept_MK, top_p_M, total_M)
-    if bool((typical_M < 1).any()):
+    if typical_M is not None:
         share_MK = kept_MK / kept_MK.cumsum(dim=-1)[:, -1:]
         surprise_MK = torch.where(share_MK > 0, -share_MK.log(), 0.0)
         entropy_M1 = (share_MK * surprise_MK).cumsum(dim=-1)[:, -1:]
@@ -131,10 +138,11 @@ def _kept(mass_MK: Tensor, part: Part, rows: np.ndarray) -> Tensor:
         near_MK = share_MK.gather(1, nearest_MK)
         near_MK = near_MK * _until(near_MK.cumsum(dim=-1) - near_MK, typical_M, torch.ones_like(typical_M))
         kept_MK = torch.zeros_like(near_MK).scatter_(1, nearest_MK, near_MK)
-    return torch.zeros_like(kept_MK).scatter_(1, order_MK, kept_MK) > 0
+    return kept_MK > 0
 
 
 def _until(before_MK: Tensor, limit_M: Tensor, total_M: Tensor) -> Tensor:
     """Whether the mass before an entry is still under the limit; the first one always stays. A limit of 1 is none."""
     reached_M = torch.where(limit_M < 1, limit_M * total_M, torch.inf)
-    return (before_MK < reached_M[:, None]) | (torch.arange(before_MK.shape[1]) == 0)
+    first_K = torch.arange(before_MK.shape[1], device=before_MK.device) == 0
+    return (before_MK < reached_M[:, None]) | first_K

@@ -3,6 +3,7 @@
 Linears are found by what they do, never by their names: a call of `torch.nn.functional.linear` whose weight is
 a parameter of the model. Those of one piece that have the same input become one, on their weights one above the
 other, and its result is split. An embedding whose weight some linear has too reads its rows out of the packed one.
+On a GPU nothing is packed: its own kernels take weights as they are.
 Left alone is what does not fit: other types and devices, and weights that anything else reads.
 """
 
@@ -163,21 +164,28 @@ class _Rewriting:
         """Linears that become one: of the same input, with biases or without."""
         groups: dict[object, list[fx.Node]] = {}
         for node in self._graph.nodes:
-            if node.target is functional.linear and _operands(node)[1] in self._packed:
+            if node.target is functional.linear:
                 given, weight, bias = _operands(node)
                 fits = self._mergeable.issuperset({weight} if bias is None else {weight, bias})
-                groups.setdefault((given, bias is None) if fits else node, []).append(node)
-        return list(groups.values())
+                packed = weight in self._packed
+                if packed or (fits and weight.meta["example_value"].device.type != "cpu"):
+                    groups.setdefault((given, bias is None, packed) if fits else node, []).append(node)
+        return [group for group in groups.values() if len(group) > 1 or _operands(group[0])[1] in self._packed]
 
     def _merge(self, group: list[fx.Node]) -> None:
         operands = [_operands(node) for node in group]
-        given, _, bias = operands[0]
-        weight = self._argument([weight for _, weight, _ in operands], packed=True)
+        given, first, bias = operands[0]
+        packed = first in self._packed
+        weight = self._argument([weight for _, weight, _ in operands], packed=packed)
         if bias is not None and len(group) > 1:
             bias = self._argument([bias for _, _, bias in operands if bias is not None], packed=False)
         sizes = [int(weight.meta["example_value"].shape[0]) for _, weight, _ in operands]
         with self._graph.inserting_before(group[0]):
-            whole = self._call(torch.ops.streamengine.linear.default, (given, weight, bias, sum(sizes)), group[0])
+            whole = (
+                self._call(torch.ops.streamengine.linear.default, (given, weight, bias, sum(sizes)), group[0])
+                if packed
+                else self._call(functional.linear, (given, weight, bias), group[0])
+            )
             split = self._call(torch.split, (whole, sizes, -1), group[0]) if len(group) > 1 else None
             results = [
                 whole if split is None else self._call(operator.getitem, (split, i), node)
@@ -220,7 +228,7 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _merged_example(examples: Sequence[Any], packed: bool) -> Tensor:
     rows, first = sum(int(example.shape[0]) for example in examples), examples[0]
-    shape = packed_shape(rows, int(first.shape[1]), first.dtype) if packed else (rows,)
+    shape = packed_shape(rows, int(first.shape[1]), first.dtype) if packed else (rows, *first.shape[1:])
     with first.fake_mode:
         return torch.empty(shape, dtype=first.dtype, device=first.device)
 

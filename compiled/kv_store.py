@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled.device import Device
 from compiled.memory import available_memory
 from compiled.step import KVSpec, LoadError
 
 _CACHE_LINE = 64
 SHARE_OF_FREE_MEMORY = 0.4
 """Of what is available on a CPU machine, which others use too."""
+
+SHARE_OF_DEVICE_MEMORY = 0.92
+"""Of what is free on a GPU once all else is there: allocators lose some of it between their blocks."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +59,26 @@ class KVShape:
 
 
 class KVStore:
-    """Owns the memory of ``pages`` pages. ``layers[i]`` are the key and value views of layer i.
+    """Owns the memory of ``pages`` pages, on ``device`` (None: the CPU). ``layers[i]`` are the key and value views of
+    layer i.
 
     Raises:
         LoadError: there is not as much memory; without a look, it would be missing later, page by page.
     """
 
-    def __init__(self, shape: KVShape, pages: int) -> None:
-        needed, free = pages * shape.page_bytes, available_memory()
+    def __init__(self, shape: KVShape, pages: int, device: Device | None = None) -> None:
+        needed = pages * shape.page_bytes
+        free = available_memory() if device is None else device.free_memory()
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
         self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
-        self._store = _zeros(needed).view(shape.dtype).view(pages, shape.page_bytes // shape.dtype.itemsize)
+        where = torch.device("cpu") if device is None else device.torch
+        whole = _zeros(needed) if where.type == "cpu" else torch.zeros(needed, dtype=torch.uint8, device=where)
+        self._store = whole.view(pages, shape.page_bytes)
+        store = self._store.view(shape.dtype)
         views = []
         for heads, size, offset in shape.blocks:
-            block = self._store[:, offset // shape.dtype.itemsize :][:, : shape.page_size * heads * size]
+            block = store[:, offset // shape.dtype.itemsize :][:, : shape.page_size * heads * size]
             views.append(block.view(pages, shape.page_size, heads, size))
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(views[::2], views[1::2], strict=True))
 
@@ -79,24 +88,26 @@ class KVStore:
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill ``pages`` with NaN: whatever reads them before it writes them shows."""
-        self._store[list(pages)] = torch.nan
+        self._store[list(pages)] = 0xFF  # NaN in every type of float
 
 
-def size_pool(shape: KVShape, *, asked: int | None, wanted_tokens: int, max_model_len: int, reserved: int) -> int:
+def size_pool(
+    shape: KVShape, *, asked: int | None, wanted_tokens: int, max_model_len: int, free: int, reserved: int
+) -> int:
     """How many pages to make, `PADDING_PAGE` included.
 
     Args:
         asked: the user's number, taken as it is if it can hold one token.
         wanted_tokens: more than this could never be used at once.
         max_model_len: one sequence of this length must fit.
-        reserved: bytes that a step needs beside the cache.
+        free: bytes that may be used, of which so many are ``reserved`` for what a step needs beside the cache.
 
     Raises:
         LoadError: with the longest sequence that would fit.
     """
     if asked is not None:
         return asked
-    free = max(int(available_memory() * SHARE_OF_FREE_MEMORY) - reserved, 0)
+    free = max(free - reserved, 0)
     pages = min(free // shape.page_bytes, 1 + -(-wanted_tokens // shape.page_size))
     if (pages - 1) * shape.page_size < max_model_len:
         raise LoadError(

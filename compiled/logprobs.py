@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from compiled.step import LOWEST_LOGPROB, Logprob
@@ -22,13 +23,22 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, tops: Sequence[int | None]) ->
 
 
 def _few(logits_NV: Tensor, tokens_N1: Tensor, top_N: Sequence[int]) -> list[Logprob]:
+    return tell(*measure(logits_NV, tokens_N1, max(top_N)), top_N)
+
+
+def measure(logits_NV: Tensor, tokens_N1: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """What is to be told: ids (token, rank, then the ``most`` likeliest ones, int64) and log-probabilities (the
+    token's, then theirs), a row each."""
     all_NV = logits_NV.log_softmax(dim=-1).nan_to_num(nan=LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB)
     own_N1 = all_NV.gather(1, tokens_N1)
-    ranks = ((all_NV > own_N1).sum(dim=-1) + 1).tolist()
-    best = all_NV.topk(min(max(top_N), all_NV.shape[1]), dim=-1)
-    rows = zip(tokens_N1[:, 0].tolist(), own_N1[:, 0].tolist(), ranks, top_N, strict=True)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ranks_N1 = (all_NV > own_N1).sum(dim=-1, keepdim=True) + 1
+    best = all_NV.topk(min(most, all_NV.shape[1]), dim=-1)
+    return torch.cat([tokens_N1, ranks_N1, best.indices], dim=1), torch.cat([own_N1, best.values], dim=1)
+
+
+def tell(ids: Tensor, values: Tensor, top_N: Sequence[int]) -> list[Logprob]:
+    """What was measured, on the host."""
     return [
-        Logprob(token, own, rank, tuple(zip(ids[:top], values[:top], strict=True)))
-        for (token, own, rank, top), (ids, values) in zip(rows, tops, strict=True)
+        Logprob(token, own, rank, tuple(zip(likeliest[:top], theirs[:top], strict=True)))
+        for (token, rank, *likeliest), (own, *theirs), top in zip(ids.tolist(), values.tolist(), top_N, strict=True)
     ]

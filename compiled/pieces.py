@@ -11,6 +11,7 @@ from torch import fx
 from torch._inductor import standalone_compile
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._triton import has_triton
 
 from compiled import inductor
 from compiled.artifacts import Cache
@@ -32,8 +33,10 @@ class Compiled:
     homebound: dict[str, Call] = field(default_factory=dict)
 
 
-def check_compiler() -> None:
-    """Raises LoadError where Inductor would find no C++ compiler, at the end of a long trace."""
+def check_compiler(where: torch.device) -> None:
+    """Raises LoadError where Inductor would find no compiler for ``where``, at the end of a long trace."""
+    if where.type == "cuda" and not has_triton():
+        raise LoadError("Triton is needed to compile for a GPU: pip install triton, or use --eager")
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

@@ -19,15 +19,19 @@ SMALLEST = 1
 (`compiled.trace`), and what it wrote with a symbol in that place holds for 1 as well (`compiled.selfcheck`)."""
 
 
-class LayerAttention(Protocol):
+class PlannedAttention(Protocol):
     """The attention of one planned step."""
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
         """``out_THE`` of layer ``layer``."""
         ...
 
+
+class LayerAttention(PlannedAttention, Protocol):
+    """The same for an uncompiled model, which calls it layer after layer."""
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """The same of the next layer: what an uncompiled model calls."""
+        """Of the next layer."""
         ...
 
 
@@ -68,12 +72,17 @@ class Program:
         """The same pass through other functions."""
         return Program(entries, self.registers, self.fed, self.output)
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
-        """Logits ``[R, V]`` of the tokens at indices ``rows_R``."""
+    def begin(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> list[Any]:
+        """The registers before the first entry of a step."""
         given = {"ids": ids_T, "positions": positions_T, "rows": rows_R, "T": len(ids_T), "R": len(rows_R)}
         registers = list(self.registers)
         for register, name in self.fed:
             registers[register] = given[name]
+        return registers
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor:
+        """Logits ``[R, V]`` of the tokens at indices ``rows_R``."""
+        registers = self.begin(ids_T, positions_T, rows_R)
         for entry in self.entries:
             arguments = [registers[i] for i in entry.arguments]
             for register in entry.dead:

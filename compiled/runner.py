@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiled import program, selfcheck
+from compiled import program, rehearsal, selfcheck
+from compiled.allocation import LocalRunner, allocate
 from compiled.artifacts import Cache
-from compiled.attention.base import Attention, AttentionSpec
-from compiled.attention.cpu import CpuAttention, load_kernel
-from compiled.attention.layers import ModelAttention, Views
-from compiled.attention.reference import ReferenceAttention
+from compiled.attention.base import AttentionSpec
+from compiled.attention.layers import ModelAttention
+from compiled.backends import MakeAttention, choose_backend
 from compiled.batch import Batch
+from compiled.buckets import Buckets
 from compiled.build import (
     FAST,
     BuildOptions,
@@ -36,38 +36,38 @@ from compiled.build import (
     keep,
 )
 from compiled.ceilings import measure_ceilings
+from compiled.choices import RunnerOptions, pick_attention, pick_device, pick_dtype, pick_kv_dtype
 from compiled.compilations import Watch
-from compiled.kv_store import KVShape, KVStore, LayerShape, size_pool
-from compiled.memory import peak_of
-from compiled.native import KernelUnavailable
+from compiled.cuda import Cuda
+from compiled.device import Device
+from compiled.gpu_runner import GpuRunner, Passes, Ungraphed
+from compiled.graphs import Graphs
+from compiled.kv_store import KVStore
 from compiled.parameters import DTYPES
 from compiled.profiling import Recorder
+from compiled.recording import Recording
 from compiled.stages import HOST, Stages
-from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.step import KVSpec, Logprob, ModelSpec, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
 from compiled.weights import Report, cache_folder, has_weights, resolve
+
+__all__ = [
+    "CpuRunner",
+    "LocalRunner",
+    "RunnerOptions",
+    "build_runner",
+    "explain",
+    "open_cache",
+    "pick_attention",
+    "pick_device",
+    "pick_dtype",
+    "precompile",
+]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _PerRow = tuple[tuple[_T, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerOptions:
-    """What a runner is built from. See `streamengine.EngineConfig`, whose fields of the same names these are."""
-
-    model: str
-    dtype: str = "auto"
-    eager: bool = False
-    attention: str = "auto"
-    threads: int = 1
-    page_size: int = 16
-    kv_pages: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    offline: bool = False
 
 
 class FinishedStep:
@@ -208,17 +208,9 @@ class CpuRunner:
         self._store.poison(pages)
 
     def warmup(self) -> None:
-        """A decoding step, a chunk and every kind of sampling, on the padding page's memory only."""
-        greedy, whole = Sampling(), Sampling(temperature=1.0)
-        cut = Sampling(
-            temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, typical_p=0.5, repetition_penalty=1.1, logprobs=1
-        )
-        for lengths in ((1,), (1, 1, 1), (self.kv.page_size, 1)):
-            rows = (
-                Row(i, (0,) * length, 0, (0,), sampling, history=(0,) * length, targets=(0,) * length)
-                for i, (length, sampling) in enumerate(zip(lengths, (cut, whole, greedy), strict=False))
-            )
-            self.submit(Step(0, tuple(rows)))
+        """Every kind of step."""
+        for step in rehearsal.warm_up(self.kv.page_size):
+            self.submit(step)
         self.note(warmup_seconds=self._seconds)
         self._reset()
         self._watch = Watch()
@@ -267,43 +259,80 @@ def build_runner(
     report: Report,
     check: Callable[[Path], object] = lambda folder: None,
     build: BuildOptions = FAST,
-) -> CpuRunner:
+) -> LocalRunner:
     """A runner that is ready but for its warm-up. ``check`` sees the model's folder before anything slow is done.
 
     Raises:
         LoadError: one line that says why this model cannot be served here.
     """
     torch.set_num_threads(options.threads)
+    device = _open_device(options)
     folder = resolve(options.model, offline=options.offline, report=report)
     check(folder)
-    cache = open_cache(options)
+    where = torch.device("cpu") if device is None else device.torch
+    cache = open_cache(options, where)
     with ThreadPoolExecutor(1, "streamengine-kernel") as beside:
-        backend = beside.submit(_backend, options)
-        built = _build(folder, options, report, cache, build)
-        attention = _attention(built.layers, options, *backend.result())
+        choosing = beside.submit(choose_backend, options, device)
+        built = _build(folder, options, report, cache, build, where)
+        backend = choosing.result()
+    dtype = DTYPES[built.spec.dtype]
+    kv_dtype = pick_kv_dtype(options.kv_dtype, dtype)
+    attention = backend.attention(built.layers, dtype, kv_dtype)
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
     )  # fmt: skip
-    runner = CpuRunner(built.spec, built.run, attention, built.layers, built.about)
+    runner: LocalRunner
+    if device is None:
+        runner = CpuRunner(built.spec, built.run, attention, built.layers, built.about)
+    else:
+        runner = GpuRunner(built.spec, device, _passes(built, attention, device, options, backend.captures))
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
-    _allocate(runner, built, options)
+    allocate(runner, built, options, kv_dtype, device)
+    backend.seal()
     if built.fresh is not None:
         expected = built.fresh.expected
         keep(cache, options.model, built.fresh, None if expected is None else runner.check(expected))
     return runner
 
 
-def _build(folder: Path, options: RunnerOptions, report: Report, cache: Cache, build: BuildOptions) -> Built:
-    what = (folder, options.model, pick_dtype(options.dtype), options.max_model_len, report)
+def _open_device(options: RunnerOptions) -> Device | None:
+    """None is this machine's CPU, on which a step is done when it was submitted."""
+    name = pick_device(options.device)
+    if name == "recording":
+        return Recording()
+    return Cuda() if name == "cuda" else None
+
+
+def _passes(
+    built: Built, attention: MakeAttention, device: Device, options: RunnerOptions, captures: bool
+) -> Callable[[KVStore], Passes]:
+    # A step that scores a prompt has a logit row for each of its tokens beside those that are sampled.
+    most = options.max_num_batched_tokens + options.max_num_seqs
+    row_pages = -(-built.spec.max_model_len // options.page_size)
+
+    def over(store: KVStore) -> Passes:
+        if not (captures and options.graphs and isinstance(built.run, program.Program)):
+            return Ungraphed(built.run, attention(store), device)
+        buckets = Buckets.of(options.max_num_seqs, options.max_num_batched_tokens)
+        pages = min(row_pages, store.spec.pages)
+        return Graphs(built.run, attention(store), device, buckets, most, pages)
+
+    return over
+
+
+def _build(
+    folder: Path, options: RunnerOptions, report: Report, cache: Cache, build: BuildOptions, where: torch.device
+) -> Built:
+    what = (folder, options.model, pick_dtype(options.dtype, where.type), options.max_model_len, report)
     if options.eager:
-        return build_eager(*what)
-    return build_compiled(*what, cache, build)
+        return build_eager(*what, where)
+    return build_compiled(*what, cache, build, where)
 
 
-def open_cache(options: RunnerOptions) -> Cache:
-    """What was compiled before, for so many threads."""
-    return Cache(cache_folder() / "compiled", options.threads)
+def open_cache(options: RunnerOptions, where: torch.device) -> Cache:
+    """What was compiled before for ``where``, and so many threads."""
+    return Cache(cache_folder() / "compiled", options.threads, where)
 
 
 def precompile(options: RunnerOptions, report: Report) -> bool:
@@ -315,90 +344,24 @@ def precompile(options: RunnerOptions, report: Report) -> bool:
     """
     torch.set_num_threads(options.threads)
     folder = resolve(options.model, offline=options.offline, report=report, weights=False)
-    what = (folder, pick_dtype(options.dtype), options.max_model_len, open_cache(options))
+    where, what = _compiled(folder, options)
     if has_weights(folder):
         known = what[-1].explain(options.model, factors_of(*what, FAST)) is None
         build_runner(options, report).warmup()
         return not known
-    pick_attention(options.attention, cache_folder() / "kernels")
-    return compile_only(folder, options.model, *what[1:3], report, what[3])
+    folder, dtype, max_model_len, cache = what
+    pick_attention(options.attention, cache_folder() / "kernels", where.type)
+    return compile_only(folder, options.model, dtype, max_model_len, where, report, cache)
 
 
 def explain(options: RunnerOptions, report: Report) -> str | None:
     """Why the next start would compile, None if it would not. Raises LoadError for a model that is not there."""
     folder = resolve(options.model, offline=options.offline, report=report, weights=False)
-    cache = open_cache(options)
-    factors = factors_of(folder, pick_dtype(options.dtype), options.max_model_len, cache, FAST)
-    return cache.explain(options.model, factors)
+    _, what = _compiled(folder, options)
+    return what[-1].explain(options.model, factors_of(*what, FAST))
 
 
-def pick_dtype(asked: str) -> torch.dtype:
-    """``auto`` is bfloat16 where the CPU multiplies it natively; elsewhere it would be emulated."""
-    if asked == "auto":
-        able = torch.cpu.get_capabilities()
-        asked = "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16") else "float32"
-    return DTYPES[asked]
-
-
-def pick_attention(asked: str, kernels: Path) -> tuple[str, str]:
-    """The backend that would be used, and the reason where it is not the one hoped for."""
-    if asked == "reference":
-        return "reference", ""
-    try:
-        load_kernel(kernels)
-    except KernelUnavailable as error:
-        return "reference", str(error)
-    return "cpu", ""
-
-
-def _backend(options: RunnerOptions) -> tuple[str, str]:
-    asked = "reference" if options.eager and options.attention == "auto" else options.attention
-    return pick_attention(asked, cache_folder() / "kernels")
-
-
-def _attention(
-    layers: Sequence[AttentionSpec], options: RunnerOptions, backend: str, reason: str
-) -> Callable[[KVStore], ModelAttention]:
-    missing = {spec: CpuAttention.lacks(spec) for spec in layers} if backend == "cpu" else {}
-    if reason := reason or next(filter(None, missing.values()), ""):
-        log.warning("attention runs in plain PyTorch, which is slow: %s", reason)
-
-    def make(spec: AttentionSpec, views: Views) -> Attention:
-        if backend == "reference" or missing[spec]:
-            return ReferenceAttention(spec, views)
-        return CpuAttention(spec, views, load_kernel(cache_folder() / "kernels"), threads=options.threads)
-
-    return lambda store: ModelAttention(layers, store.layers, make)
-
-
-def _allocate(runner: CpuRunner, model: Built, options: RunnerOptions) -> None:
-    """Measure the peak of a full step on a small pool, then make the real one."""
-    layers = tuple(LayerShape(spec.num_kv_heads, spec.head_dim, spec.value_size) for spec in model.layers)
-    windows = {spec.window for spec in model.layers}
-    window = windows.pop() if len(windows) == 1 else None
-    shape = KVShape(layers, options.page_size, DTYPES[model.spec.dtype], window)
-    runner.allocate(KVStore(shape, 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size))
-    step = _full_step(options)
-    step_bytes = peak_of(lambda: runner.submit(step))
-    pages = size_pool(
-        shape,
-        asked=options.kv_pages,
-        wanted_tokens=options.max_num_seqs * model.spec.max_model_len,
-        max_model_len=model.spec.max_model_len,
-        reserved=step_bytes,
-    )
-    runner.allocate(KVStore(shape, pages))
-    runner.note(threads=options.threads, step_bytes=step_bytes)
-
-
-def _full_step(options: RunnerOptions) -> Step:
-    """The whole budget, split over as many sampling rows as may run, with the logits of every token."""
-    share, rest = divmod(options.max_num_batched_tokens, options.max_num_seqs)
-    rows, page = [], PADDING_PAGE + 1
-    for i in range(options.max_num_seqs):
-        tokens = share + (i < rest)
-        pages = -(-tokens // options.page_size)
-        ids = (0,) * tokens
-        rows.append(Row(i, ids, 0, tuple(range(page, page + pages)), Sampling(temperature=1.0), targets=ids))
-        page += pages
-    return Step(0, tuple(rows))
+def _compiled(folder: Path, options: RunnerOptions) -> tuple[torch.device, tuple[Path, torch.dtype, int | None, Cache]]:
+    """Where the model would run, and what decides about its code."""
+    where = torch.device("cuda" if pick_device(options.device) == "cuda" else "cpu")
+    return where, (folder, pick_dtype(options.dtype, where.type), options.max_model_len, open_cache(options, where))

@@ -15,7 +15,7 @@ from compiled.draw import draw
 from compiled.sampling_batch import Edits, Kind, Part
 from compiled.step import Masks
 
-_ADDENDS = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
+ADDENDS = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
 """A byte of a bitmask → what is added to eight logits. On a CPU looking these up and adding them is eight times as
 fast as filling or choosing by a mask of booleans."""
 
@@ -36,12 +36,16 @@ def sample(logits_RV: Tensor, parts: Sequence[Part], masks: Masks | None = None)
         first, last = int(part.rows[0]), int(part.rows[-1])
         adjacent = last - first + 1 == len(rows_N)
         raw_NV = (logits_RV[first : last + 1] if adjacent else logits_RV.index_select(0, rows_N)).float()
-        bars_NV = _bars(part.edits, bits, raw_NV.shape[1])
+        bars_NV = None
+        if bits is not None and part.edits is not None and part.edits.masks is not None:
+            rows = part.edits.masks
+            bars_NV = bars(torch.from_numpy(rows), bits, ADDENDS, raw_NV.shape[1], partial=bool(rows.min() < 0))
         edited_NV = raw_NV if part.edits is None else edit(raw_NV.clone(), part.edits, bars_NV)
         chosen_N = _choose(edited_NV, part)
         if chosen_N is None:
             broken += int(raw_NV.isnan().any(dim=-1).sum())
-            chosen_N = _choose(_rescue(raw_NV, edited_NV, part.edits, bars_NV), part)
+            others_NV = None if part.edits is None else _others(part.edits, edited_NV)
+            chosen_N = _choose(rescue(raw_NV, edited_NV, others_NV, bars_NV), part)
             assert chosen_N is not None, "rescued rows have a finite maximum"
         tokens_R[rows_N] = chosen_N
     return tokens_R, broken
@@ -61,8 +65,8 @@ def edit(logits_NV: Tensor, edits: Edits, bars_NV: Tensor | None = None) -> Tens
     """Apply ``edits`` in place, and last bar what a grammar bars."""
     vocabulary = logits_NV.shape[1]
     flat = logits_NV.numpy().reshape(-1)
-    if edits.allowed is not None:
-        allow(logits_NV, edits)
+    if (others_NV := _others(edits, logits_NV)) is not None:
+        logits_NV.masked_fill_(others_NV, -torch.inf)
     if edits.barred is not None:
         flat[edits.barred.flat(vocabulary)[0]] = -np.inf
     if edits.bias is not None:
@@ -75,41 +79,43 @@ def edit(logits_NV: Tensor, edits: Edits, bars_NV: Tensor | None = None) -> Tens
     return _bar(logits_NV, bars_NV)
 
 
-def allow(logits_NV: Tensor, edits: Edits | None) -> Tensor:
-    """Bar all but the allowed ids, in rows that have such, in place."""
-    if edits is not None and edits.allowed is not None:
-        at, _ = edits.allowed.flat(logits_NV.shape[1])
-        barred_NV = torch.zeros(logits_NV.shape, dtype=torch.bool)
-        barred_NV[torch.from_numpy(at // logits_NV.shape[1])] = True
-        barred_NV.view(-1)[torch.from_numpy(at)] = False
-        logits_NV.masked_fill_(barred_NV, -torch.inf)
-    return logits_NV
+def _others(edits: Edits, logits_NV: Tensor) -> Tensor | None:
+    """All but the allowed ids, in rows that have such."""
+    if edits.allowed is None:
+        return None
+    at, _ = edits.allowed.flat(logits_NV.shape[1])
+    return others(torch.from_numpy(at // logits_NV.shape[1]), torch.from_numpy(at), logits_NV)
 
 
-def _rescue(raw_NV: Tensor, edited_NV: Tensor, edits: Edits | None, bars_NV: Tensor | None) -> Tensor:
+def others(rows_E: Tensor, at_E: Tensor, logits_NV: Tensor) -> Tensor:
+    """A mask ``[N, V]`` of all but the places ``at_E``, in rows ``rows_E``."""
+    others_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
+    others_NV.index_fill_(0, rows_E, True)
+    others_NV.view(-1).index_fill_(0, at_E, False)
+    return others_NV
+
+
+def rescue(raw_NV: Tensor, edited_NV: Tensor, others_NV: Tensor | None, bars_NV: Tensor | None) -> Tensor:
     """Logits with a finite maximum in every row. Rows that have one already stay as they are.
 
     NaN becomes -inf. Where the edits left nothing, the raw logits of the allowed ids count; where these say nothing
     either, all allowed ids are equal. A grammar bars its tokens all the same, even if none of the allowed is left.
+    ``others_NV`` are those that are not allowed.
     """
-    usable_NV, equal_NV = _usable(raw_NV), torch.zeros_like(raw_NV)
-    logits_NV = _usable(edited_NV)
-    for weaker_NV in (allow(usable_NV.clone(), edits), allow(equal_NV.clone(), edits), usable_NV, equal_NV):
+    logits_NV, every = usable(edited_NV), [usable(raw_NV), torch.zeros_like(raw_NV)]
+    some = [] if others_NV is None else [weaker_NV.masked_fill(others_NV, -torch.inf) for weaker_NV in every]
+    for weaker_NV in some + every:
         nothing_N1 = logits_NV.amax(dim=-1, keepdim=True) == -torch.inf
         logits_NV = torch.where(nothing_N1, _bar(weaker_NV, bars_NV), logits_NV)
     return logits_NV
 
 
-def _bars(edits: Edits | None, bits: Tensor | None, vocabulary: int) -> Tensor | None:
-    """``[N, vocabulary]``: -inf for ids that a row's grammar bars, 0 for the others."""
-    if edits is None or edits.masks is None or bits is None:
-        return None
-    rows_N = torch.from_numpy(edits.masks)
-    of_rows = bits.index_select(0, rows_N.clamp(min=0)).int()
-    bars_NV = torch.nn.functional.embedding(of_rows, _ADDENDS).flatten(1)[:, :vocabulary]
-    if edits.masks.min() < 0:
-        bars_NV[rows_N < 0] = 0
-    return bars_NV
+def bars(masks_N: Tensor, bits: Tensor, addends: Tensor, vocabulary: int, *, partial: bool) -> Tensor:
+    """``[N, vocabulary]``: -inf for ids that a row's grammar bars, 0 for the others. ``masks_N`` are rows of the bytes
+    ``bits``; where it is ``partial``, -1 for rows without a grammar."""
+    of_rows = bits.index_select(0, masks_N.clamp(min=0)).int()
+    bars_NV = torch.nn.functional.embedding(of_rows, addends).flatten(1)[:, :vocabulary]
+    return bars_NV.masked_fill_((masks_N < 0)[:, None], 0) if partial else bars_NV
 
 
 def _bar(logits_NV: Tensor, bars_NV: Tensor | None) -> Tensor:
@@ -117,5 +123,6 @@ def _bar(logits_NV: Tensor, bars_NV: Tensor | None) -> Tensor:
     return logits_NV if bars_NV is None else logits_NV.add_(bars_NV)
 
 
-def _usable(logits_NV: Tensor) -> Tensor:
+def usable(logits_NV: Tensor) -> Tensor:
+    """NaN counts as -inf, and infinity as a very large number."""
     return logits_NV.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)

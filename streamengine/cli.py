@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 from streamengine import bench as benchmark
 from streamengine import chat as conversation
 from streamengine import doctor as machine
-from streamengine import precompile, replay, scenarios
+from streamengine import kernels, precompile, replay, scenarios
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Result, Stream
 from streamengine.errors import EngineFailure, StreamEngineError
@@ -173,6 +173,7 @@ app.add_typer(guided.app, name="guided")
 app.command("compile")(precompile.compile_model)
 app.add_typer(precompile.app)
 app.add_typer(scenarios.app)
+app.add_typer(kernels.app)
 
 
 def _print_version(wanted: bool) -> None:

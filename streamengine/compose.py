@@ -85,7 +85,8 @@ def model_folder(config: EngineConfig, report: Callable[[Progress], None]) -> st
 def _runner_options(config: EngineConfig) -> Any:
     from compiled.runner import RunnerOptions
 
-    shared = {name: getattr(config, name) for name in RunnerOptions.__dataclass_fields__ if name != "threads"}
+    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs"}  # graphs: for benchmarks
+    shared = {name: getattr(config, name) for name in names}
     return RunnerOptions(threads=config.threads or default_threads(), **shared)
 
 
@@ -126,6 +127,22 @@ def clear_cache() -> int:
 def cache_place() -> str:
     """The folder in which compiled models are kept."""
     return str(_cache_store().folder)
+
+
+def build_kernels(config: EngineConfig, arch: str, out: str | None, progress: Callable[[Progress], None]) -> Any:
+    """See `compiled.provision.build`. Raises StartupError."""
+    from compiled.provision import build
+
+    with _startup_errors():
+        return build(_runner_options(config), arch, out, _report(progress))
+
+
+def look_for_kernels(config: EngineConfig) -> Any:
+    """See `compiled.provision.look`. Raises StartupError."""
+    from compiled.provision import look
+
+    with _startup_errors():
+        return look(_runner_options(config), lambda *_: None)
 
 
 def _cache_store() -> Any:
@@ -216,30 +233,47 @@ def measure_ceilings(dtype: str) -> dict[str, float]:
     return measure(dtype)
 
 
+def describe_gpu() -> dict[str, Any]:
+    """See `compiled.provision.describe_gpu`. Imports torch."""
+    from compiled.provision import describe_gpu as describe
+
+    return describe()
+
+
 def describe_machine() -> dict[str, Any]:
     """What an engine with the default config would find and choose here. Imports torch."""
-    from compiled.kv_store import SHARE_OF_FREE_MEMORY
-    from compiled.memory import available_memory
-    from compiled.runner import pick_attention, pick_dtype
+    from compiled.allocation import free_for_pages
+    from compiled.choices import pick_attention, pick_device, pick_dtype
     from compiled.weights import bundled_file, cache_folder
 
     try:
         model, hint = str(bundled_file(DEFAULT_MODEL)), ""
     except LoadError as error:
         model, hint = "", str(error)
-    attention, reason = pick_attention("auto", cache_folder() / "kernels")
-    memory = available_memory()
+    device = pick_device("auto")
+    attention, reason = pick_attention("auto", cache_folder() / "kernels", device)
     return {
-        "device": "cpu",
+        "device": device,
         "cores": usable_cores(),
         "threads": default_threads(),
-        "dtype": str(pick_dtype("auto")).removeprefix("torch."),
+        "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
         "attention": attention,
         "attention_reason": reason,
-        "memory_available_bytes": memory,
-        "kv_memory_bytes": int(memory * SHARE_OF_FREE_MEMORY),
+        "attention_modules": _modules() if attention == "flashinfer" and model else "",
+        **free_for_pages(device),
         "cache_folder": str(cache_folder()),
         "default_model": DEFAULT_MODEL,
         "default_model_file": model,
         "default_model_hint": hint,
     }
+
+
+def _modules() -> str:
+    """Those that the default model needs, and what a start would do about the missing ones."""
+    try:
+        found = look_for_kernels(EngineConfig())
+    except StartupError as error:
+        return error.message
+    return ", ".join(
+        f"{one['name']} {'is there' if one['library'] else 'is missing: ' + one['at_start']}" for one in found
+    )

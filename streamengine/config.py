@@ -20,9 +20,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Args:
         model: a known name (``smollm2-135m``), a folder, a ``.gguf`` file or a hub id.
-        dtype: of weights and KV cache; ``auto`` takes bfloat16 where the CPU computes it natively.
+        device: ``auto`` is ``cuda`` where there is one and FlashInfer, else ``cpu``; ``recording`` runs what a GPU
+            would on the CPU, for tests.
+        dtype: of weights and KV cache; ``auto`` takes bfloat16 on a GPU, and where the CPU computes it natively.
+        kv_dtype: of the KV cache alone: ``fp8_e4m3`` takes half of the memory, where the attention has it.
         eager: run uncompiled with the reference attention: slow, and the truth.
-        attention: ``cpu`` is the C++ kernel, ``reference`` plain PyTorch, ``auto`` the best there is.
+        attention: ``flashinfer`` is for GPUs, ``cpu`` the C++ kernel, ``reference`` plain PyTorch, ``auto`` the best
+            there is.
         threads: compute threads; ``None`` leaves one core to the event loop and its clients.
         page_size: tokens per KV page.
         kv_pages: size of the pool; ``None`` sizes it from free memory.
@@ -44,9 +48,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: Text = DEFAULT_MODEL
+    device: Literal["auto", "cpu", "cuda", "recording"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     eager: bool = False
-    attention: Literal["auto", "cpu", "reference"] = "auto"
+    attention: Literal["auto", "cpu", "flashinfer", "reference"] = "auto"
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     kv_pages: Annotated[int, Meta(ge=2, le=MANY)] | None = None

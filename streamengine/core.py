@@ -223,6 +223,11 @@ class _Core:
             self._guide.wait(GRAMMAR_POLL_S)
             return self._link.receive(block=False)
         self._scheduler.check()
+        # A runner may have something to prepare for the steps that it has seen.
+        prepare = getattr(self._runner, "capture_next", lambda: False)
+        while prepare():
+            if messages := self._link.receive(block=False):
+                return messages
         return self._link.receive(block=True)
 
     def _take(self, messages: list[ToCore]) -> bool:

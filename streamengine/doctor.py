@@ -20,6 +20,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "versions": {"python": platform.python_version(), **_packages()},
         "cpu": _cpu(),
         "compiler": _compiler(),
+        "gpu": compose.describe_gpu(),
         "default start": compose.describe_machine(),
     }
 

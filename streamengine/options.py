@@ -78,7 +78,9 @@ ENGINE = Group(
     "Engine",
     {
         "model": "A known name (smollm2-135m), a folder, a .gguf file or a hub id.",
-        "dtype": "Of weights and KV cache; auto is bfloat16 where the CPU computes it natively.",
+        "device": "auto is cuda where there is one, else cpu; recording runs what a GPU would on the CPU, for tests.",
+        "dtype": "Of weights and KV cache; auto is bfloat16 on a GPU, and where the CPU computes it natively.",
+        "kv_dtype": "Of the KV cache alone; fp8_e4m3 takes half of the memory, where the attention has it.",
         "eager": "Run uncompiled with the reference attention: slow, and the truth.",
         "attention": "The attention backend.",
         "threads": "Compute threads; by default one core is left to the event loop.",

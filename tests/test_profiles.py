@@ -30,7 +30,9 @@ SLEEP_S = 0.02
 def runner(tmp_path_factory: pytest.TempPathFactory) -> CpuRunner:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=4)
     options = RunnerOptions(model=str(folder), dtype="float32", page_size=4, kv_pages=40, max_num_seqs=4, threads=1)
-    return build_runner(options, lambda *_: None)
+    built = build_runner(options, lambda *_: None)
+    assert isinstance(built, CpuRunner)
+    return built
 
 
 def measured(runner: CpuRunner) -> Profile:

@@ -1,22 +1,27 @@
 """The contract of attention backends, and the checks that all of them share.
 
-Owns what FlashInfer's paged wrappers call plan and run: page tables as indptr, indices and last page
-length, validated once a step on the host, and operands validated at every run. Refuses anything that
-would read or write outside a row's own pages, with the numbers. Knows no kernel and no request.
+Owns what FlashInfer's paged wrappers call plan and run: page tables validated once a step on the host (see
+`compiled.attention.tables`), and operands validated at every run. Refuses what does not fit by name, with the
+numbers. Knows no kernel and no request.
 
 Legend: T tokens in the step, R rows, H query heads, K key/value heads, D size of a query and key head, E of a
 value head, P pages, S page size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from compiled.attention.tables import Fixed, Plan, make_plan
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,90 +59,6 @@ class AttentionSpec:
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A step's rows, checked. All tensors are int32 on the CPU, contiguous, and nobody else's.
-
-    Row ``r`` has tokens ``qo_indptr[r] .. qo_indptr[r + 1] - 1`` of the step, which are the last of its
-    ``kv_lens[r]`` positions, and pages ``kv_indices[kv_indptr[r] : kv_indptr[r + 1]]``.
-    """
-
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    kv_last_page_len: Tensor
-    kv_lens: Tensor
-    tokens: int
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return self.kv_lens.numel()
-
-
-def make_plan(
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, pages: int, page_size: int
-) -> Plan:
-    """Copy and check a step's page tables. ValueError names the tensor and the first bad entry."""
-    tables = {
-        "qo_indptr": qo_indptr,
-        "kv_indptr": kv_indptr,
-        "kv_indices": kv_indices,
-        "kv_last_page_len": kv_last_page_len,
-    }
-    for name, table in tables.items():
-        if table.dtype != torch.int32 or table.device.type != "cpu" or table.dim() != 1:
-            raise ValueError(
-                f"{name} must be a one-dimensional int32 tensor on the CPU, "
-                f"not {table.dtype} {tuple(table.shape)} on {table.device}"
-            )
-    rows = kv_last_page_len.numel()
-    if rows < 1:
-        raise ValueError("kv_last_page_len has no rows")
-    qo_lens = _lengths("qo_indptr", qo_indptr, rows)
-    page_counts = _lengths("kv_indptr", kv_indptr, rows)
-    if int(kv_indptr[-1]) != kv_indices.numel():
-        raise ValueError(f"kv_indptr ends at {int(kv_indptr[-1])} but kv_indices has {kv_indices.numel()} entries")
-    _refuse("kv_indices", kv_indices, (kv_indices < 0) | (kv_indices >= pages), f"outside 0..{pages - 1}")
-    last = kv_last_page_len
-    _refuse("kv_last_page_len", last, (last < 1) | (last > page_size), f"outside 1..{page_size}")
-    kv_lens = (page_counts - 1) * page_size + kv_last_page_len
-    if bool((qo_lens > kv_lens).any()):
-        row = int((qo_lens > kv_lens).nonzero()[0])
-        raise ValueError(f"row {row} has {int(qo_lens[row])} query tokens but a kv length of {int(kv_lens[row])}")
-    return Plan(
-        qo_indptr=_own(qo_indptr),
-        kv_indptr=_own(kv_indptr),
-        kv_indices=_own(kv_indices),
-        kv_last_page_len=_own(kv_last_page_len),
-        kv_lens=kv_lens,
-        tokens=int(qo_indptr[-1]),
-    )
-
-
-def _lengths(name: str, indptr: Tensor, rows: int) -> Tensor:
-    """Differences of an index pointer that must start at 0 and rise by at least one at every row."""
-    if indptr.numel() != rows + 1:
-        raise ValueError(f"{name} has {indptr.numel()} entries, not {rows + 1} for {rows} rows")
-    if int(indptr[0]) != 0:
-        raise ValueError(f"{name}[0] is {int(indptr[0])}, not 0")
-    lengths = indptr.diff()
-    if bool((lengths < 1).any()):
-        row = int((lengths < 1).nonzero()[0])
-        raise ValueError(f"{name} does not rise at row {row}: {int(indptr[row])} then {int(indptr[row + 1])}")
-    return lengths
-
-
-def _own(table: Tensor) -> Tensor:
-    return table.clone(memory_format=torch.contiguous_format)
-
-
-def _refuse(name: str, values: Tensor, bad: Tensor, why: str) -> None:
-    if bool(bad.any()):
-        index = int(bad.nonzero()[0])
-        raise ValueError(f"{name}[{index}] is {int(values[index])}, {why}")
-
-
 class Attention(ABC):
     """Causal attention of a step's tokens over their own rows' pages, for all layers of one kind.
 
@@ -145,19 +66,31 @@ class Attention(ABC):
     block of all layers: any strides, but the same ones for all keys and for all values (where E is D, for both)
     and a contiguous last dimension.
     One object serves one step at a time: `plan` once, then `run` once per layer.
+
+    Operands are of the cache's dtype, or of ``dtype`` where the cache is float8_e4m3fn: then ``scales`` are each
+    layer's factors of keys and of values, numbers and not tensors. What is stored is the operand divided by its
+    factor, limited to ±448 and rounded; what is read is the stored number times its factor.
     """
 
     name: ClassVar[str]
 
     @classmethod
-    def lacks(cls, spec: AttentionSpec) -> str | None:
-        """What of ``spec`` this backend cannot do, in words; None: it can do all of it."""
+    def lacks(
+        cls, spec: AttentionSpec, dtype: torch.dtype | None = None, cache: torch.dtype | None = None
+    ) -> str | None:
+        """What of ``spec``, with operands of ``dtype`` and such a ``cache`` (None: whatever it can), this backend
+        cannot do, in words; None: it can do all of it."""
         return None
 
-    def __init__(self, spec: AttentionSpec, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
         """ValueError if the views do not fit ``spec`` or each other, or the backend `lacks` something."""
-        if missing := self.lacks(spec):
-            raise ValueError(f"{self.name} attention has no {missing}")
         if not layers:
             raise ValueError("layers is empty")
         for number, pair in enumerate(layers):
@@ -168,11 +101,49 @@ class Attention(ABC):
             raise ValueError(f"keys are {_layout(first)}, values {_layout(values)}")
         if spec.value_size == spec.head_dim and first.stride() != values.stride():
             raise ValueError(f"keys have strides {first.stride()}, values {values.stride()}")
+        self.cache_dtype, self.device = first.dtype, first.device
+        self.dtype = self.cache_dtype if dtype is None else dtype
+        self.scales = _check_scales(self.cache_dtype, self.dtype, len(layers), scales)
+        if missing := self.lacks(spec, self.dtype, self.cache_dtype):
+            raise ValueError(f"{self.name} attention has no {missing}")
         self.spec = spec
         self.layers = tuple(layers)
         self.pages, self.page_size = first.shape[0], first.shape[1]
-        self.dtype, self.device = first.dtype, first.device
         self._planned: Plan | None = None
+        self._fixed: Fixed | None = None
+
+    def fixed(self, rows: int, row_pages: int | None = None) -> Self:
+        """Another object over the same layers whose `run` can be captured in a graph.
+
+        It serves exactly ``rows`` rows of one token each (`pad` fills up), of ``row_pages`` pages (None: of the
+        whole cache) on average at most. Its plans all lie at the same addresses, so a captured run reads the latest
+        one: **plan before every replay**, and before the capture, with any lengths; what is captured runs inside of
+        `capturing`. Tokens behind the planned ones are padding here too.
+
+        `plan` raises ValueError where the rows are not as many, a row has several tokens, or the pages are too
+        many; on the CPU `run` raises where a layer runs twice on one plan, which a GPU would do with lengths of
+        the past. ValueError, too, from a backend that cannot be captured.
+        """
+        twin = self._again()
+        twin._fixed = Fixed(rows, rows * (self.pages if row_pages is None else row_pages))
+        return twin
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, a layer of a `fixed` object may run many times on one plan, as a capture needs it. The plan is spent
+        afterwards."""
+        if self._fixed is None:
+            raise ValueError("only what `fixed` gives can be captured")
+        self._fixed.capturing = True
+        try:
+            yield
+        finally:
+            self._fixed.capturing = False
+            self._planned = None
+
+    def _again(self) -> Self:
+        """A new object over the same layers."""
+        raise ValueError(f"{self.name} attention cannot be captured in a graph")
 
     def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor) -> None:
         """Take the step's rows: int32 CPU tensors of R + 1, R + 1, all pages and R entries.
@@ -188,6 +159,9 @@ class Attention(ABC):
     def take(self, plan: Plan) -> None:
         """`plan` with tables that were checked before, for a cache of as many pages of the same size."""
         self._planned = None
+        if self._fixed is not None:
+            self._fixed.check(plan)
+            plan = self._hold(self._fixed, plan)
         self._prepare(plan)
         self._planned = plan
 
@@ -217,6 +191,8 @@ class Attention(ABC):
             raise ValueError("sinks are missing" if spec.sinks else "sinks are given but not in the spec")
         if sinks_H is not None:
             self._check("sinks", sinks_H, (spec.num_heads,))
+        if self._fixed is not None:
+            self._fixed.spend(layer)
         self._run(self._planned, q_THD, k_TKD, v_TKE, layer, out_THE, sinks_H)
 
     def _check(self, name: str, operand: Tensor, shape: tuple[int, ...]) -> None:
@@ -226,6 +202,10 @@ class Attention(ABC):
             raise ValueError(f"{name} is {operand.dtype} on {operand.device}, not {self.dtype} on {self.device}")
         if operand.stride(-1) != 1:
             raise ValueError(f"{name}: the last dimension must be contiguous, strides are {operand.stride()}")
+
+    def _hold(self, fixed: Fixed, plan: Plan) -> Plan:
+        """``plan`` as the runs of a graph find it."""
+        return fixed.hold(plan)
 
     def _prepare(self, plan: Plan) -> None:
         """What a backend computes once a step from a checked plan."""
@@ -249,12 +229,38 @@ def _check_view(number: int, first: Tensor, view: Tensor, heads_and_size: tuple[
         raise ValueError(
             f"a layer's view must be [P, S, {heads_and_size[0]}, {heads_and_size[1]}], not {tuple(view.shape)}"
         )
-    if view.dtype not in DTYPES:
-        raise ValueError(f"KV cache must be float32, bfloat16 or float16, not {view.dtype}")
+    if view.dtype not in (*DTYPES, FP8):
+        raise ValueError(f"KV cache must be float32, bfloat16, float16 or float8_e4m3fn, not {view.dtype}")
     if view.stride(3) != 1:
         raise ValueError(f"KV cache: the last dimension must be contiguous, strides are {view.stride()}")
     if _layout(view) != _layout(first):
         raise ValueError(f"layer {number} has another layout: {_layout(view)}, not {_layout(first)}")
+
+
+def encode(operand: Tensor, cache: torch.dtype, scale: float) -> Tensor:
+    """``operand`` as a cache of dtype ``cache`` stores it."""
+    if cache != FP8:
+        return operand
+    return (operand.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _check_scales(
+    cache: torch.dtype, dtype: torch.dtype, layers: int, scales: Sequence[tuple[float, float]] | None
+) -> tuple[tuple[float, float], ...]:
+    if cache == FP8:
+        if dtype not in DTYPES:
+            raise ValueError(f"operands beside a float8_e4m3fn cache must be of one of {DTYPES}, not {dtype}")
+        if scales is None or len(scales) != layers:
+            raise ValueError(f"a float8_e4m3fn cache of {layers} layers has {len(scales or ())} pairs of scales")
+        for layer, pair in enumerate(scales):
+            if not all(0 < scale < float("inf") for scale in pair):
+                raise ValueError(f"layer {layer}: scales must be positive and finite, not {pair}")
+        return tuple(scales)
+    if dtype != cache:
+        raise ValueError(f"operands are {dtype} but the KV cache is {cache}")
+    if scales is not None:
+        raise ValueError(f"scales are given, but the KV cache is {cache}")
+    return ((1.0, 1.0),) * layers
 
 
 def _layout(view: Tensor) -> tuple[object, ...]:

@@ -8,12 +8,13 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from compiled.attention.base import DTYPES, Attention, AttentionSpec, Plan
+from compiled.attention.base import DTYPES, FP8, Attention, AttentionSpec
+from compiled.attention.tables import Plan
 from compiled.native import FLAGS, load_library
 
 SOURCES = ("paged_attention.cpp", "blocks.h", "formats.h", "plan.h", "product.h", "simd.h", "softmax.h")
@@ -60,7 +61,11 @@ class CpuAttention(Attention):
     name = "cpu"
 
     @classmethod
-    def lacks(cls, spec: AttentionSpec) -> str | None:
+    def lacks(
+        cls, spec: AttentionSpec, dtype: torch.dtype | None = None, cache: torch.dtype | None = None
+    ) -> str | None:
+        if cache == FP8:
+            return "float8_e4m3fn KV cache"
         return None if spec.scale > 0 else f"scale {spec.scale} (it must be positive)"
 
     def __init__(
@@ -69,9 +74,12 @@ class CpuAttention(Attention):
         layers: Sequence[tuple[Tensor, Tensor]],
         kernel: Kernel | None = None,
         threads: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         """``threads`` defaults to torch's at this time; ``kernel`` to `load_kernel`, with its exception."""
-        super().__init__(spec, layers)
+        super().__init__(spec, layers, dtype=dtype, scales=scales)
         if self.device.type != "cpu":
             raise ValueError(f"KV cache is on {self.device}, not on the CPU")
         threads = torch.get_num_threads() if threads is None else threads
@@ -95,6 +103,9 @@ class CpuAttention(Attention):
             threads=threads,
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def _again(self) -> Self:
+        return type(self)(self.spec, self.layers, self._kernel, self._problem.threads)
 
     def _prepare(self, plan: Plan) -> None:
         problem = self._problem

@@ -4,12 +4,15 @@ Owns which layer belongs to which object. Layers may differ in their window, the
 `AttentionSpec` says; a step's page tables are the same for all of them, and checked once.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
-from compiled.attention.base import Attention, AttentionSpec, make_plan
+from compiled.attention.base import Attention, AttentionSpec
+from compiled.attention.tables import make_plan
 
 Views = Sequence[tuple[Tensor, Tensor]]
 
@@ -26,7 +29,7 @@ class ModelAttention:
         self._groups = [make(spec, [views[layer] for layer in layers]) for spec, layers in members.items()]
         places = {
             layer: (group, number)
-            for group, layers in zip(self._groups, members.values(), strict=True)
+            for group, layers in enumerate(members.values())
             for number, layer in enumerate(layers)
         }
         self._places = [places[layer] for layer in range(len(specs))]
@@ -39,9 +42,32 @@ class ModelAttention:
         for group in self._groups:
             group.take(plan)
 
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
-        """``out_THE`` of layer ``layer``; see `Attention.run`."""
+    def fixed(self, rows: int, row_pages: int | None = None) -> "ModelAttention":
+        """The same layers for a captured graph of ``rows`` rows; see `Attention.fixed`."""
+        twin = copy.copy(self)
+        twin._groups = [group.fixed(rows, row_pages) for group in self._groups]
+        return twin
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See `Attention.capturing`."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                stack.enter_context(group.capturing())
+            yield
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        layer: int,
+        sinks_H: Tensor | None = None,
+        out_THE: Tensor | None = None,
+    ) -> Tensor:
+        """``out_THE`` of layer ``layer``, a new tensor if it is not given; see `Attention.run`."""
         group, number = self._places[layer]
-        out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
-        group.run(q_THD, k_TKD, v_TKE, number, out_THE, sinks_H)
+        if out_THE is None:
+            out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
+        self._groups[group].run(q_THD, k_TKD, v_TKE, number, out_THE, sinks_H)
         return out_THE

@@ -3,16 +3,23 @@
 Owns nothing but the formula. Refuses to be fast: every row is gathered and computed alone, in float32.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
-from compiled.attention.base import Attention, Plan
+from compiled.attention.base import Attention, encode
+from compiled.attention.tables import Plan
 
 
 class ReferenceAttention(Attention):
     """softmax(capped scale * Q K^T + causal mask, within the window, beside the sinks) V, row by row."""
 
     name = "reference"
+
+    def _again(self) -> Self:
+        scales = None if self.dtype == self.cache_dtype else self.scales
+        return type(self)(self.spec, self.layers, dtype=self.dtype, scales=scales)
 
     def _run(
         self,
@@ -25,17 +32,19 @@ class ReferenceAttention(Attention):
         sinks_H: Tensor | None,
     ) -> None:
         keys, values = self.layers[layer]
+        k_scale, v_scale = self.scales[layer]
         for row in range(plan.rows):
             tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
             pages, slots = self._slots(plan, row)
             written = slice(len(slots) - (tokens.stop - tokens.start), None)
-            keys[pages[written], slots[written]] = k_TKD[tokens]
-            values[pages[written], slots[written]] = v_TKE[tokens]
+            keys[pages[written], slots[written]] = encode(k_TKD[tokens], keys.dtype, k_scale)
+            values[pages[written], slots[written]] = encode(v_TKE[tokens], values.dtype, v_scale)
         # A second loop: a row may share pages that another row of the same step has just written.
         for row in range(plan.rows):
             tokens = slice(int(plan.qo_indptr[row]), int(plan.qo_indptr[row + 1]))
             pages, slots = (of_row[self._unseen(plan, row, tokens) :] for of_row in self._slots(plan, row))
-            out_THE[tokens] = self._attend(q_THD[tokens], keys[pages, slots], values[pages, slots], sinks_H)
+            k_NKD, v_NKE = keys[pages, slots].float() * k_scale, values[pages, slots].float() * v_scale
+            out_THE[tokens] = self._attend(q_THD[tokens], k_NKD, v_NKE, sinks_H)
         out_THE[plan.tokens :] = 0
 
     def _slots(self, plan: Plan, row: int) -> tuple[Tensor, Tensor]:
@@ -50,11 +59,11 @@ class ReferenceAttention(Attention):
         return 0 if self.spec.window is None else max(0, first + 1 - self.spec.window)
 
     def _attend(self, q_THD: Tensor, k_NKD: Tensor, v_NKE: Tensor, sinks_H: Tensor | None) -> Tensor:
-        """One row: its T query tokens are the last T of its N positions."""
+        """One row: its T query tokens are the last T of its N positions, whose keys and values are float32."""
         group = self.spec.num_heads // self.spec.num_kv_heads
         q_HTD = q_THD.float().transpose(0, 1)
-        k_HND = k_NKD.float().transpose(0, 1).repeat_interleave(group, dim=0)
-        v_HNE = v_NKE.float().transpose(0, 1).repeat_interleave(group, dim=0)
+        k_HND = k_NKD.transpose(0, 1).repeat_interleave(group, dim=0)
+        v_HNE = v_NKE.transpose(0, 1).repeat_interleave(group, dim=0)
         scores_HTN = q_HTD @ k_HND.transpose(1, 2) * self.spec.scale
         if self.spec.soft_cap is not None:
             scores_HTN = (scores_HTN / self.spec.soft_cap).tanh() * self.spec.soft_cap

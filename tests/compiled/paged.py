@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled.attention.base import Attention, AttentionSpec
+from compiled.attention.base import FP8, Attention, AttentionSpec, encode
 
 LAYERS, LAYER = 3, 1
+SCALES = [(0.25, 2.0), (0.03, 0.02), (1.0, 1.0)]
+"""Of a float8 cache, by layer."""
 
 
 def int32(values: list[int]) -> Tensor:
@@ -19,9 +21,10 @@ def int32(values: list[int]) -> Tensor:
 
 @dataclass
 class Batch:
-    """One step. ``cache`` [P, L, S * K * (D + E)] holds every row's earlier positions and NaN everywhere else.
+    """One step. ``cache`` [P, L, S * K * (D + E)] holds every row's earlier positions and ``poison`` everywhere else.
 
-    With a ``window`` positions that no token of the row sees are NaN too, and page 0 stands for whole pages of them.
+    With a ``window`` positions that no token of the row sees are poison too, and page 0 stands for whole pages of
+    them. With ``float8`` the cache is of that type, with `SCALES`.
     """
 
     rows: list[tuple[int, int]]
@@ -37,6 +40,8 @@ class Batch:
     soft_cap: float | None = None
     sinks: Tensor | None = field(init=False, default=None)
     with_sinks: bool = False
+    float8: bool = False
+    poison: float = math.nan
     pages: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +50,8 @@ class Batch:
         shuffled = (torch.randperm(sum(counts) + 2, generator=random) + 1).tolist()  # never page 0, some unused
         self.pages = [[shuffled.pop() for _ in range(count)] for count in counts]
         slots, size = self.page_size * self.kv_heads, self.value_dim or self.head_dim
-        self.cache = torch.full((sum(counts) + 4, LAYERS, slots * (self.head_dim + size)), math.nan, dtype=self.dtype)
+        shape = (sum(counts) + 4, LAYERS, slots * (self.head_dim + size))
+        self.cache = torch.full(shape, self.poison, dtype=self.dtype).to(FP8 if self.float8 else self.dtype)
         # Every row's keys and values by position: what a chunk, a batch mate or SDPA would see.
         self.keys = [self._normal(random, n, self.kv_heads, self.head_dim) for _, n in self.rows]
         self.values = [self._normal(random, n, self.kv_heads, size) for _, n in self.rows]
@@ -56,8 +62,8 @@ class Batch:
         for row, (tokens, positions) in enumerate(self.rows):
             page, slot = self.slots(row)
             past = slice(self.unseen(row), positions - tokens)
-            keys[page[past], slot[past]] = self.keys[row][past]
-            values[page[past], slot[past]] = self.values[row][past]
+            for cache, of_row, scale in zip((keys, values), (self.keys, self.values), SCALES[LAYER], strict=True):
+                cache[page[past], slot[past]] = encode(of_row[row][past], cache.dtype, scale)
             gone = self.unseen(row) // self.page_size
             self.pages[row][:gone] = [0] * gone
 
@@ -104,6 +110,11 @@ class Batch:
             int32([(positions - 1) % self.page_size + 1 for _, positions in self.rows]),
         )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a backend is told of a float8 cache."""
+        return {"dtype": self.dtype, "scales": SCALES} if self.float8 else {}
+
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the step's tokens, then of ``padding`` tokens of NaN."""
         return self._of_step(self.queries), self._of_step(self.keys), self._of_step(self.values)
@@ -115,7 +126,7 @@ class Batch:
     def run(self, backend: type[Attention], **options: Any) -> tuple[Tensor, Tensor]:
         """(out, cache afterwards), leaving ``self.cache`` as it was."""
         cache = self.cache.clone()
-        attention = backend(self.spec, self.views(cache), **options)
+        attention = backend(self.spec, self.views(cache), **self.options, **options)
         attention.plan(*self.tables)
         q, k, v = self.operands()
         out = q.new_full((*q.shape[:2], v.shape[2]), math.nan)

@@ -19,7 +19,7 @@ from compiled.attention.base import AttentionSpec
 from compiled.inductor import Call
 from compiled.pieces import Compiled
 from compiled.probe import probe
-from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.split import Split
 from compiled.step import LoadError, Row, Sampling, Step
 from tests.compiled import architectures
@@ -68,7 +68,7 @@ def write(kind: str, folder: Path, **changes: Any) -> PreTrainedModel | None:
     return model
 
 
-def error_of(runner: CpuRunner, model: PreTrainedModel, tokens: tuple[int, ...] = TOKENS) -> float:
+def error_of(runner: LocalRunner, model: PreTrainedModel, tokens: tuple[int, ...] = TOKENS) -> float:
     """The largest difference of a logit from the eager model's, as a share of the largest logit.
 
     The eager model sees the whole at once. The runner sees chunks and single tokens, beside somebody else's chunk.

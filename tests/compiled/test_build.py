@@ -17,7 +17,7 @@ from compiled import build, cold, pieces
 from compiled.build import BuildOptions
 from compiled.parameters import read_directly
 from compiled.recipe import Held
-from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
 from compiled.weights import cache_folder
 from tests.compiled import tiny
@@ -42,7 +42,7 @@ def run(folder: Path, options: BuildOptions = build.FAST, **changes: Any) -> tor
     return logits(runner)
 
 
-def logits(runner: CpuRunner) -> torch.Tensor:
+def logits(runner: LocalRunner) -> torch.Tensor:
     """Of a prompt in two chunks and of a token behind it, beside another row."""
     prompt, pages = tuple(range(3, 22)), tuple(range(1, 7))
     steps = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import PADDING_PAGE, Row, Sampling, Step
 from tests.compiled import tiny
 
@@ -15,7 +15,7 @@ SUPPORTED = ["llama", "qwen3", "mistral", "gpt_neox"]
 PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29], [31, 37], [41, 43, 47, 53, 59]]
 
 
-def build(folder: Path, **changes: object) -> CpuRunner:
+def build(folder: Path, **changes: object) -> LocalRunner:
     options = {"dtype": "float32", "page_size": 4, "kv_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     return build_runner(RunnerOptions(model=str(folder), **(options | changes)), lambda *_: None)  # type: ignore[arg-type]
 

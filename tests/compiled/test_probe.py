@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from compiled.attention.base import AttentionSpec
 from compiled.probe import probe
-from compiled.runner import CpuRunner, build_runner
+from compiled.runner import LocalRunner, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
 from tests.compiled.test_architectures import TOKENS, TOLERANCE, error_of, options, write
 
@@ -23,7 +23,7 @@ LONGROPE = {
 }
 
 
-def build(folder: Path, **changes: Any) -> CpuRunner:
+def build(folder: Path, **changes: Any) -> LocalRunner:
     return build_runner(options(folder, **changes), lambda *_: None)
 
 

@@ -42,6 +42,7 @@ def build(model: Path, **changes: Any) -> CpuRunner:
     options: dict[str, Any] = {"page_size": 4, "kv_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     asked = RunnerOptions(**({"model": str(model), "dtype": "float32", **options} | changes))
     runner = build_runner(asked, lambda *_: None)
+    assert isinstance(runner, CpuRunner)
     runner.warmup()
     return runner
 

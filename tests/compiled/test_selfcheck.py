@@ -13,7 +13,7 @@ from compiled import build, native, program, selfcheck
 from compiled.artifacts import Cache
 from compiled.compilations import Watch
 from compiled.recipe import Parameter, Recipe, Run
-from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
 from tests.compiled import tiny
 
@@ -34,7 +34,7 @@ def cache_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
 
 
-def start(model: Path, **changes: Any) -> CpuRunner:
+def start(model: Path, **changes: Any) -> LocalRunner:
     options = {"dtype": "float32", "page_size": 4, "kv_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     return build_runner(RunnerOptions(model=str(model), **(options | changes)), lambda *_: None)  # type: ignore[arg-type]
 

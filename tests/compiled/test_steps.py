@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from compiled.runner import CpuRunner, RunnerOptions, build_runner
+from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import Row, Sampling, Step
 from tests.compiled import tiny
 
@@ -21,14 +22,14 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> CpuRunner:
+@pytest.fixture(scope="module", params=["cpu", "recording"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LocalRunner:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama")
-    options = RunnerOptions(model=str(folder), dtype="float32", page_size=4, kv_pages=40, eager=True, max_num_seqs=8)
-    return build_runner(options, lambda *_: None)
+    options: dict[str, Any] = {"dtype": "float32", "page_size": 4, "kv_pages": 40, "eager": True, "max_num_seqs": 8}
+    return build_runner(RunnerOptions(model=str(folder), device=request.param, **options), lambda *_: None)
 
 
-def generate(runner: CpuRunner, sampling: Sampling, guess: Callable[[list[int]], list[int]]) -> tuple[list[int], int]:
+def generate(runner: LocalRunner, sampling: Sampling, guess: Callable[[list[int]], list[int]]) -> tuple[list[int], int]:
     """The answer to `PROMPT`, where each step also computes the guesses, and how many of these were right."""
     known, computed, right = list(PROMPT), 0, 0
     while len(known) < len(PROMPT) + ANSWER:
@@ -47,7 +48,7 @@ def generate(runner: CpuRunner, sampling: Sampling, guess: Callable[[list[int]],
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=1.0, presence_penalty=0.6, seed=9)], ids=str)
 def test_right_and_wrong_drafts_give_the_tokens_of_an_answer_without_drafts(
-    sampling: Sampling, runner: CpuRunner
+    sampling: Sampling, runner: LocalRunner
 ) -> None:
     plain, _ = generate(runner, sampling, lambda known: [])
     truth = [*PROMPT, *plain, *[0] * 9]
@@ -58,7 +59,7 @@ def test_right_and_wrong_drafts_give_the_tokens_of_an_answer_without_drafts(
     assert generate(runner, sampling, lambda known: [0, 1, 2]) == (plain, 0) or 0 in plain
 
 
-def test_drafts_of_one_row_leave_its_batch_mates_alone(runner: CpuRunner) -> None:
+def test_drafts_of_one_row_leave_its_batch_mates_alone(runner: LocalRunner) -> None:
     rows = [Row(i, PROMPT[: 3 + i], 0, (1 + 3 * i, 2 + 3 * i), s) for i, s in enumerate(SAMPLINGS)]
     alone = [runner.submit(Step(0, (row,))).wait().tokens[0] for row in rows]
     rows[1] = dataclasses.replace(rows[1], tokens=(*rows[1].tokens, 8, 9), drafts=2)
@@ -67,7 +68,7 @@ def test_drafts_of_one_row_leave_its_batch_mates_alone(runner: CpuRunner) -> Non
     assert [len(tokens) for tokens in together] == [1, 3, 1, 1]
 
 
-def test_a_fork_goes_on_from_copied_and_shared_pages_as_if_it_were_alone(runner: CpuRunner) -> None:
+def test_a_fork_goes_on_from_copied_and_shared_pages_as_if_it_were_alone(runner: LocalRunner) -> None:
     runner.poison(range(1, 40))
     runner.submit(Step(0, (Row(0, PROMPT[:6], 0, (5, 6)),)))
     # Page 6 holds two of four positions. The fork writes to its copy in the same step as the first to the original.
@@ -80,7 +81,7 @@ def test_a_fork_goes_on_from_copied_and_shared_pages_as_if_it_were_alone(runner:
     torch.testing.assert_close(got, torch.stack(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_logprobs_and_scores_are_those_of_the_raw_logits(runner: CpuRunner) -> None:
+def test_logprobs_and_scores_are_those_of_the_raw_logits(runner: LocalRunner) -> None:
     drawing = Sampling(temperature=5.0, seed=3, logit_bias=((1, 9.0),), logprobs=2)
     rows = (
         Row(0, PROMPT, 0, (1, 2, 3), Sampling(), targets=PROMPT[1:], targets_top=3),
@@ -102,12 +103,12 @@ def test_logprobs_and_scores_are_those_of_the_raw_logits(runner: CpuRunner) -> N
     assert {len(found.top) for found in result.scores[0]} == {3}
 
 
-def test_a_step_that_asks_for_no_logprobs_carries_none(runner: CpuRunner) -> None:
+def test_a_step_that_asks_for_no_logprobs_carries_none(runner: LocalRunner) -> None:
     result = runner.submit(Step(0, (Row(0, PROMPT, 0, (1, 2, 3), Sampling()),))).wait()
     assert (result.logprobs, result.scores) == ((), ())
 
 
-def test_poison_in_freed_pages_never_reaches_a_token(runner: CpuRunner) -> None:
+def test_poison_in_freed_pages_never_reaches_a_token(runner: LocalRunner) -> None:
     expected, _ = generate(runner, SAMPLINGS[1], lambda known: [])
     runner.poison(range(1, 40))
     assert generate(runner, SAMPLINGS[1], lambda known: [])[0] == expected
@@ -115,7 +116,7 @@ def test_poison_in_freed_pages_never_reaches_a_token(runner: CpuRunner) -> None:
 
 
 def test_a_read_of_a_poisoned_page_is_seen_and_does_not_hurt_the_batch_mates(
-    runner: CpuRunner, caplog: pytest.LogCaptureFixture
+    runner: LocalRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [Row(0, PROMPT[:4], 0, (1,), Sampling()), Row(1, PROMPT[4:6], 4, (2, 3), Sampling())]
     alone = runner.submit(Step(0, (rows[0],))).wait().tokens[0]

@@ -169,7 +169,7 @@ def test_layers_of_different_sizes_share_a_page_without_touching_each_other() ->
 
 
 def test_the_pool_takes_no_more_than_could_ever_be_used() -> None:
-    assert size_pool(SHAPE, asked=None, wanted_tokens=10, max_model_len=8, reserved=0) == 4
+    assert size_pool(SHAPE, asked=None, wanted_tokens=10, max_model_len=8, free=2**20, reserved=0) == 4
 
 
 def test_a_pool_that_the_memory_does_not_hold_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,4 +210,4 @@ def test_the_folder_is_checked_before_anything_is_loaded(tmp_path: Path) -> None
 def test_a_pool_too_small_for_one_sequence_names_the_longest_that_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compiled.kv_store.available_memory", lambda: SHAPE.page_bytes * 10)
     with pytest.raises(LoadError, match="hold 12 tokens, fewer than max_model_len 100"):
-        size_pool(SHAPE, asked=None, wanted_tokens=1000, max_model_len=100, reserved=0)
+        size_pool(SHAPE, asked=None, wanted_tokens=1000, max_model_len=100, free=SHAPE.page_bytes * 4, reserved=0)

@@ -1,0 +1,298 @@
+"""Executes steps on an accelerator, one of them in flight while the next one is prepared.
+
+```
+submit(N + 1)   batch → one copy to the device → ids of pending rows are taken from N's tokens there → plan, launch
+                (→ wait for the bitmask of its grammars) → sample → copy the tokens back → return
+wait of N       the copy's event → StepResult
+```
+
+Nothing but `wait` waits for the device. The device does what it is given in order, so a step may overwrite what the one
+before only reads. All calls must come from one thread.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled import batch as batches
+from compiled import rehearsal, selfcheck
+from compiled.answers import answer, logit_rows
+from compiled.attention.layers import ModelAttention
+from compiled.attention.tables import Tables
+from compiled.build import Forward
+from compiled.device import Device
+from compiled.device_sampler import DeviceSampler, Unseen, stage
+from compiled.graphs import Place
+from compiled.kv_store import KVStore
+from compiled.logprobs import measure, tell
+from compiled.meter import Meter
+from compiled.program import SMALLEST
+from compiled.staging import Arrival, Inputs, Outputs, Parcel
+from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
+
+_LOGPROBS_AT_ONCE = 64
+
+
+class Passes(Protocol):
+    """Forward passes over one KV store: `compiled.graphs.Graphs`, or `Ungraphed`."""
+
+    def place(self, tokens: int, rows: int, *, decoding: bool) -> Place: ...
+    def run(self, place: Place, tables: Tables) -> Tensor: ...
+    def warmup(self) -> None: ...
+    def capture_next(self) -> bool: ...
+    def statistics(self) -> dict[str, float]: ...
+
+
+class Ungraphed:
+    """Passes that are launched call by call."""
+
+    def __init__(self, forward: Forward, attention: ModelAttention, device: Device) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._device = device
+
+    def place(self, tokens: int, rows: int, *, decoding: bool) -> Place:
+        tokens, rows = max(tokens, SMALLEST), max(rows, SMALLEST)
+        inputs = torch.empty(2 * tokens + rows, dtype=torch.int64, device=self._device.torch)
+        return Place(None, inputs, *inputs.split([tokens, tokens, rows]))
+
+    def run(self, place: Place, tables: Tables) -> Tensor:
+        self._attention.plan(*tables)
+        return self._forward(place.ids_T, place.positions_T, place.rows_R, self._attention)
+
+    def warmup(self) -> None:
+        """Nothing is captured."""
+
+    def capture_next(self) -> bool:
+        return False
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """The step before: where each answer's token is among ``tokens``, which are on the device. None: there are several,
+    and which of them counts is not known yet."""
+
+    places: dict[tuple[int, int], int | None]
+    tokens: Tensor
+
+    def place(self, row: Row) -> int:
+        """Where the token is that ``row`` waits for. ValueError: no token, or no certain one, is in flight for it."""
+        found = self.places.get((row.request, row.index))
+        if found is None:
+            raise ValueError(f"request {row.request}, answer {row.index}: the step before samples no token for it")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A step on its way to the device. ``order[i]`` is the number in ``step`` of row i of ``batch``."""
+
+    step: Step
+    order: Sequence[int]
+    batch: batches.Batch
+    tokens: int
+    unseen: Sequence[Unseen]
+    sources: np.ndarray
+    targets: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """How many logit rows."""
+        return sum(self.batch.samples) + len(self.batch.targets)
+
+    @property
+    def decoding(self) -> bool:
+        return self.tokens == self.rows == sum(self.batch.samples) == len(self.order)
+
+
+class Flight:
+    """The handle of a step that was launched."""
+
+    def __init__(self, runner: "GpuRunner", prepared: _Prepared, arrival: Arrival, started: float) -> None:
+        self._runner = runner
+        self._prepared = prepared
+        self._arrival = arrival
+        self._started = started
+
+    def wait(self) -> StepResult:
+        """Once."""
+        with torch.inference_mode():
+            told = self._arrival.wait()
+        return self._runner._land(self._prepared, told, self._started)
+
+
+class GpuRunner:
+    """See `compiled.step.Runner`. ``depth`` is 2. ``passes`` makes what runs over a store."""
+
+    depth = 2
+
+    def __init__(self, model: ModelSpec, device: Device, passes: Callable[[KVStore], Passes]) -> None:
+        self.model = model
+        self.device = device
+        self._make_passes = passes
+        self._sampler = DeviceSampler(device.torch)
+        self._inputs, self._masks, self._outputs = Inputs(device), Inputs(device), Outputs(device)
+        self._before = _Sampled({}, torch.zeros(0, dtype=torch.int64, device=device.torch))
+        self._meter = Meter()
+        self._landed = 0.0
+
+    def allocate(self, store: KVStore) -> None:
+        """Use ``store`` from now on; no step is in flight."""
+        self.kv: KVSpec = store.spec
+        self._store = store
+        with torch.inference_mode():
+            self._passes = self._make_passes(store)
+
+    def note(self, **facts: float) -> None:
+        """Add to what `statistics` tells."""
+        self._meter.note(**facts)
+
+    def submit(self, step: Step) -> Flight:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            prepared, arrival, waited = self._launch(step)
+        self._meter.launched(step, time.perf_counter() - started - waited)
+        return Flight(self, prepared, arrival, started)
+
+    def _launch(self, step: Step) -> tuple[_Prepared, Arrival, float]:
+        """Give all of ``step`` to the device; seconds that were spent waiting for a grammar."""
+        prepared = self._prepare(step)
+        batch, sampled = prepared.batch, sum(prepared.batch.samples)
+        parcel = Parcel()
+        groups = stage(batch.sampling, self.model.vocab_size, parcel, prepared.unseen)
+        targets = parcel.add(batch.targets.numpy())
+        asked = [i for i, top in enumerate(batch.tops) if top is not None]
+        reported = parcel.add(np.array(asked, np.int64))
+        logits_RV, arrays = self._forward(prepared, parcel)
+        bits, waited = self._bits(step)
+        found = self._sampler.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
+        tokens_R = torch.cat([found[:sampled], arrays[targets]])
+        told = [found]
+        for start in range(0, len(asked), _LOGPROBS_AT_ONCE):
+            few = arrays[reported][start : start + _LOGPROBS_AT_ONCE]
+            most = max(batch.tops[i] or 0 for i in asked[start : start + _LOGPROBS_AT_ONCE])
+            told += measure(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
+        arrival = self._outputs.fetch(told)
+        self._before = _Sampled(self._places(prepared), found)
+        return prepared, arrival, waited
+
+    def _prepare(self, step: Step) -> _Prepared:
+        # Those of one token come first, as attention likes it: they are decoded, the others prefilled.
+        order = sorted(range(len(step.rows)), key=lambda i: len(step.rows[i].tokens) > 1)
+        rows, unseen, sources, targets = [], [], [], []
+        tokens = sampled = 0
+        for row in (step.rows[i] for i in order):
+            tokens += len(row.tokens)
+            if row.pending:
+                sources.append(self._before.place(row))
+                targets.append(tokens - 1)
+                if row.history:
+                    row = replace(row, history=row.history[:-1])
+                    unseen.append(Unseen(row, row.start + len(row.tokens), sampled, sources[-1]))
+            sampled += 0 if row.sampling is None else 1 + row.drafts
+            rows.append(row)
+        batch = batches.build(replace(step, rows=tuple(rows)), self.kv.page_size, SMALLEST)
+        return _Prepared(step, order, batch, tokens, unseen, np.array(sources, np.int64), np.array(targets, np.int64))
+
+    def _forward(self, prepared: _Prepared, parcel: Parcel) -> tuple[Tensor, list[Tensor]]:
+        """Logits ``[R, V]``, and ``parcel`` on the device."""
+        batch, tokens, rows = prepared.batch, prepared.tokens, prepared.rows
+        for source, target in prepared.step.copies:
+            self._store.copy(source, target)
+        place = self._passes.place(tokens, rows, decoding=prepared.decoding)
+        padded = len(place.ids_T)
+        inputs = np.zeros(2 * padded + len(place.rows_R), np.int64)
+        inputs[:tokens] = batch.ids_T[:tokens]
+        inputs[padded : padded + tokens] = batch.positions_T[:tokens]
+        inputs[2 * padded : 2 * padded + rows] = batch.rows_R[:rows]
+        ours, sources, targets = parcel.add(inputs), parcel.add(prepared.sources), parcel.add(prepared.targets)
+        arrays = self._inputs.send(parcel)
+        place.inputs.copy_(arrays[ours])
+        if len(prepared.sources):
+            place.ids_T.index_copy_(0, arrays[targets], self._before.tokens.index_select(0, arrays[sources]))
+        tables = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        return self._passes.run(place, tables)[:rows, : self.model.vocab_size], arrays
+
+    def _bits(self, step: Step) -> tuple[Tensor | None, float]:
+        """The bitmask on the device, once it is made, and for how many seconds that was waited for."""
+        if step.masks is None:
+            return None, 0.0
+        started = time.perf_counter()
+        made = np.frombuffer(step.masks.wait(), np.uint8)
+        waited = time.perf_counter() - started
+        parcel = Parcel()
+        number = parcel.add(made.reshape(-1, 4 * step.masks.words))
+        return self._masks.send(parcel)[number], waited
+
+    def _places(self, prepared: _Prepared) -> dict[tuple[int, int], int | None]:
+        places: dict[tuple[int, int], int | None] = {}
+        first = 0
+        for i, count in zip(prepared.order, prepared.batch.samples, strict=True):
+            if count:
+                row = prepared.step.rows[i]
+                places[row.request, row.index] = first if count == 1 else None
+            first += count
+        return places
+
+    def _land(self, prepared: _Prepared, told: Sequence[Tensor], started: float) -> StepResult:
+        """The result of a step whose tokens are on the host."""
+        now = time.perf_counter()
+        # The device was busy with the step before until that landed.
+        seconds, self._landed = now - max(started, self._landed), now
+        step, batch = prepared.step, prepared.batch
+        *tokens, broken = told[0].tolist()
+        logprobs = _told(told[1:], batch.tops) if told[1:] else ()
+        result = answer(step.number, batch, prepared.order, tokens, logprobs, seconds)
+        self._meter.landed(step, seconds, broken, time.perf_counter() - now)
+        return result
+
+    def logits(self, step: Step) -> Tensor:
+        """Logits ``[R, V]`` of the rows that sample, then of those that score, without sampling and on the host: for
+        tests and self-checks."""
+        with torch.inference_mode():
+            prepared = self._prepare(step)
+            logits_RV, _ = self._forward(prepared, Parcel())
+            return logits_RV.cpu()[logit_rows(prepared.batch, prepared.order)]
+
+    def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
+        """Raises LoadError where the logits are not the expected ones."""
+        return selfcheck.check(expected, self.kv.page_size, self.logits)
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""
+        self._store.poison(pages)
+
+    def warmup(self) -> None:
+        """The few graphs to start with, and every kind of sampling. Nothing is kept of what it counted."""
+        with torch.inference_mode():
+            self._passes.warmup()
+        for step in rehearsal.warm_up(self.kv.page_size):
+            self.submit(step).wait()
+        self._meter.serve()
+
+    def capture_next(self) -> bool:
+        """Spend idle time on a graph that steps have missed; False: none is."""
+        return self._passes.capture_next()
+
+    def statistics(self) -> dict[str, float]:
+        kv_bytes = self.kv.pages * self.kv.page_bytes
+        return self._meter.statistics() | self._passes.statistics() | {"kv_bytes": kv_bytes}
+
+
+def _told(told: Sequence[Tensor], tops: Sequence[int | None]) -> list[Logprob | None]:
+    """For each logit row what is reported of it; ``told`` are pairs of `compiled.logprobs.measure`."""
+    asked = [(i, top) for i, top in enumerate(tops) if top is not None]
+    found: list[Logprob | None] = [None] * len(tops)
+    for number, (ids, values) in enumerate(zip(told[::2], told[1::2], strict=True)):
+        few = asked[number * _LOGPROBS_AT_ONCE :][:_LOGPROBS_AT_ONCE]
+        for (i, _), logprob in zip(few, tell(ids, values, [top for _, top in few]), strict=True):
+            found[i] = logprob
+    return found

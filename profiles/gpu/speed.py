@@ -1,0 +1,146 @@
+"""Steps against the clock: decode and prefill beside the ceilings, host time apart, transformers beside it."""
+
+import inspect
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from profiles.gpu.bench import Bench, Launches, capture_all, limited
+from profiles.gpu.driver import Driver, Times, one_step
+from profiles.gpu.machine import best, ceilings
+
+
+def overlap(bench: Bench) -> None:
+    """As many steps in flight as the runner takes give the tokens that one at a time gives, and hide host time."""
+    runner = bench.runner("large")
+    told = {}
+    for name, depth in (("one", 1), ("overlapped", runner.depth)):
+        driver = _filled(bench, runner, min(8, bench.sizes.max_num_seqs))
+        times = driver.decode(bench.sizes.steps, depth=depth)
+        told[name] = driver.tokens
+        bench.facts[f"{name}_ms"] = _ms(times.all)
+    bench.facts["depth"] = runner.depth
+    bench.show("one step at a time {one_ms:.3f} ms, {depth} in flight {overlapped_ms:.3f} ms")
+    bench.expect(runner.depth > 1, "the runner takes one step at a time")
+    bench.expect(told["one"] == told["overlapped"], "tokens differ between one step at a time and several in flight")
+
+
+def decode(bench: Bench) -> None:
+    """Steps of one token a row. ``percent`` is of the ceiling: weights and cached keys and values, read once at the
+    highest bandwidth that was measured here."""
+    limits = _ceilings(bench)
+    runner = bench.runner("large")
+    bench.facts |= capture_all(runner)
+    for batch in bench.sizes.decode:
+        found = bench.facts[str(batch)] = {}
+        driver = _filled(bench, runner, batch, 3)
+        launches = Launches(bench.device)
+        times = driver.decode(bench.sizes.steps, submitted=launches.count)
+        found |= _decode_facts(bench, runner, batch, times, limits["read"]) | {"late_percent": launches.late_percent}
+        for name, pieces in (("pieces_ms", True), ("no_graphs_ms", False)):
+            with limited(runner, whole=False, pieces=pieces):
+                found[name] = _ms(driver.decode(bench.sizes.steps).all)
+    _eager_decode(bench)
+    for batch in bench.sizes.decode:
+        bench.show(
+            "batch {batch:>4}: {ms:7.3f} ms, {tokens_per_s:9.0f} tokens/s, {percent:5.1f} % of the memory ceiling, "
+            "host {host_ms:.3f} ms, late {late_percent} %; pieces {pieces_ms:.3f} ms, no graphs {no_graphs_ms:.3f} ms",
+            batch=batch,
+            **bench.facts[str(batch)],
+        )
+
+
+def _decode_facts(bench: Bench, runner: Any, batch: int, times: Times, ceiling: float) -> dict[str, float]:
+    facts, kv = runner.statistics(), runner.kv
+    context = bench.sizes.context + bench.sizes.steps / 2
+    moved = facts["read_bytes"] + batch * context * kv.page_bytes / kv.page_size
+    seconds = statistics.median(times.all)
+    return {
+        "ms": seconds * 1e3,
+        "tokens_per_s": batch / seconds,
+        "percent": 100 * moved / seconds / ceiling,
+        "host_ms": _ms(times.host),
+        "blocked_ms": _ms(times.blocked),
+    }
+
+
+def prefill(bench: Bench) -> None:
+    """One prompt a step, several times. ``percent`` is of the matrix product's ceiling, counting the weights' products
+    and, of attention, the half that causality leaves."""
+    limits = _ceilings(bench)
+    runner = bench.runner("large")
+    config, facts = bench.sizes.large, runner.statistics()
+    for tokens in bench.sizes.prefill:
+        step = one_step(runner, [(bench.prompt(tokens), 0)])
+        seconds = best(bench, lambda step=step: runner.submit(step).wait())
+        attention = 2 * tokens**2 * config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
+        work = tokens * facts["flop_per_token"] + attention
+        bench.facts[str(tokens)] = {
+            "ms": seconds * 1e3,
+            "tokens_per_s": tokens / seconds,
+            "percent": 100 * work / seconds / limits["multiply"],
+        }
+        bench.show(
+            "{tokens:>5} tokens: {ms:8.3f} ms, {tokens_per_s:9.0f} tokens/s, {percent:5.1f} % of the matrix ceiling",
+            tokens=tokens,
+            **bench.facts[str(tokens)],
+        )
+    bench.close()
+    model = bench.reference("large", torch.bfloat16)
+    for tokens in bench.sizes.eager_prefill:
+        ids = torch.tensor([bench.prompt(tokens)], device=bench.device)
+        with torch.inference_mode():
+            seconds = best(bench, lambda ids=ids: model(ids, logits_to_keep=1))
+        bench.facts.setdefault(str(tokens), {})["transformers_ms"] = seconds * 1e3
+        bench.show("{tokens:>5} tokens: {ms:8.3f} ms in transformers", tokens=tokens, ms=seconds * 1e3)
+
+
+def _eager_decode(bench: Bench) -> None:
+    from transformers import DynamicCache  # slow to import, and some sections do without
+
+    bench.close()
+    model = bench.reference("large", torch.bfloat16)
+    for batch in bench.sizes.eager_decode:
+        ids = torch.tensor([bench.prompt(bench.sizes.context, seed) for seed in range(batch)], device=bench.device)
+        times = []
+        with torch.inference_mode():
+            cache = {_cache_name(model): DynamicCache(config=model.config)}
+            made = model(ids, use_cache=True, logits_to_keep=1, **cache)
+            for _ in range(bench.sizes.steps // 2):
+                bench.synchronize()
+                started = time.perf_counter()
+                token = made.logits[:, -1].argmax(-1, keepdim=True)
+                made = model(token, use_cache=True, **cache)
+                bench.synchronize()
+                times.append(time.perf_counter() - started)
+        bench.facts[str(batch)]["transformers_ms"] = _ms(times)
+        bench.show("batch {batch:>4}: {ms:7.3f} ms in transformers", batch=batch, ms=_ms(times))
+        del made
+    del model
+    bench.close()
+
+
+def _cache_name(model: Any) -> str:
+    """Of the keyword: transformers has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _filled(bench: Bench, runner: Any, batch: int, rounds: int = 1) -> Driver:
+    """``batch`` rows of the context's length, a few steps old, with room for ``rounds`` of timed steps."""
+    prompts = [bench.prompt(bench.sizes.context, seed) for seed in range(batch)]
+    driver = Driver(runner, prompts, rounds * bench.sizes.steps + 8)
+    driver.prefill(bench.sizes.max_num_batched_tokens)
+    driver.decode(4)
+    return driver
+
+
+def _ceilings(bench: Bench) -> dict[str, float]:
+    """Bytes and operations a second. Measured again in each section: clocks change."""
+    found = bench.facts["ceilings"] = ceilings(bench)
+    return {"read": max(found["copy_gb_s"], found["read_gb_s"]) * 1e9, "multiply": found["multiply_tflop_s"] * 1e12}
+
+
+def _ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3
