@@ -61,7 +61,7 @@ def decoding(number: int, rows: int = BATCH) -> Step:
     """A token each, at position 9 + ``number``."""
     start = 9 + number % 4
     taken = [tuple(range(1 + 4 * i, 5 + 4 * i)) for i in range(rows)]
-    return Step(number, tuple(Row(i, (5 + i,), start, pages, Sampling()) for i, pages in enumerate(taken)))
+    return Step(number, tuple(Row(i, (5 + i,), start, pages, Sampling(logprobs=0)) for i, pages in enumerate(taken)))
 
 
 def run(runner: CpuRunner, count: int, first: int = 0) -> list[StepResult]:
