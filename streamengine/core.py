@@ -254,8 +254,8 @@ class _Core:
             try:
                 if isinstance(outcome, StreamEngineError):
                     raise outcome
-                shortest = outcome.matcher.shortest
-                if shortest is not None and shortest > request.max_tokens:
+                shortest = len(outcome.matcher.ending or ())
+                if shortest > request.max_tokens:
                     raise InvalidRequest(
                         f"the shortest answer takes {shortest} tokens, max_tokens is {request.max_tokens}",
                         param="max_tokens",

@@ -49,10 +49,10 @@ class Guide:
         ]
 
     def _constraint(self, matcher: Matcher) -> GrammarConstraint:
-        if matcher.shortest is None:
+        if matcher.ending is None:
             return GrammarConstraint(matcher)
         assert self._closer is not None, "it has found the shortest answer"
-        return GrammarConstraint(matcher, Steering(self._closer, matcher.shortest))
+        return GrammarConstraint(matcher, Steering(self._closer, matcher.ending))
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of ``grammar``, now. Raises RequestError."""
@@ -68,7 +68,7 @@ class Guide:
             ending = self._closer.shortest(matcher, MOST_TO_CLOSE)
             if ending is None:
                 raise GrammarError(f"close_document: no answer of at most {MOST_TO_CLOSE} tokens was found")
-            matcher.shortest = len(ending)
+            matcher.ending = ending
         return matcher
 
     def mask(self, places: list[tuple[Constraint, int, tuple[int, ...]]], rows: int) -> Masks:

@@ -135,14 +135,14 @@ class Origin:
 class Matcher:
     """One answer's place in its grammar."""
 
-    def __init__(self, engine: LLMatcher, shortest: int | None = None, origin: Origin | None = None) -> None:
+    def __init__(self, engine: LLMatcher, ending: Sequence[int] | None = None, origin: Origin | None = None) -> None:
         self.engine = engine
         self._origin = origin or Origin()
-        self.shortest = shortest
-        """Of a grammar that is to be closed: tokens of the shortest answer that was found."""
+        self.ending = ending
+        """Of a grammar that is to be closed: the shortest answer that was found."""
 
     def copy(self) -> "Matcher":
-        return Matcher(self.engine.deep_copy(), self.shortest, self._origin)
+        return Matcher(self.engine.deep_copy(), self.ending, self._origin)
 
     def fail(self, reason: str) -> None:
         """Nothing that was made of this grammar is to be trusted from now on."""
