@@ -215,7 +215,8 @@ class _Core:
             self._guide.wait(GRAMMAR_POLL_S)
             return self._link.receive(block=False)
         self._scheduler.check()
-        return self._link.receive(block=True)
+        with self._guide.resting():
+            return self._link.receive(block=True)
 
     def _take(self, messages: list[ToCore]) -> bool:
         """Act on ``messages``; False when the loop is to be left."""
