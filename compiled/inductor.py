@@ -32,6 +32,7 @@ OPTIONS: Mapping[str, Any] = {
     "fx_graph_cache": False,  # pickles, in a folder under /tmp; what is kept is kept by `compiled.artifacts`
     "compile_threads": 1,  # more are processes of their own, which import torch before they compile anything
     "cpp.vec_isa_ok": True,  # the CPU's flags are believed: trying each vector extension takes several seconds
+    "size_asserts": False,  # twenty a piece, in every step; what a piece is given never changes its kind
 }
 """Inductor's options: part of every piece's key."""
 

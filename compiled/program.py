@@ -107,7 +107,9 @@ def bind(recipe: Recipe, functions: Mapping[str, Call], weights: MutableMapping[
     fed = []
     left = _uses(recipe)
     arena = Arena()
-    for name, source in recipe.sources.items():
+    # In the order of a step, which is that of packed weights in memory.
+    for name in dict.fromkeys(name for call in recipe.calls for name in call.inputs if name in recipe.sources):
+        source = recipe.sources[name]
         if isinstance(source, Fed):
             fed.append((numbers[name], source.name))
         elif isinstance(source, Parameter):

@@ -228,7 +228,8 @@ class _Core:
         while prepare():
             if messages := self._link.receive(block=False):
                 return messages
-        return self._link.receive(block=True)
+        with self._guide.resting():
+            return self._link.receive(block=True)
 
     def _take(self, messages: list[ToCore]) -> bool:
         """Act on ``messages``; False when the loop is to be left."""
@@ -275,8 +276,8 @@ class _Core:
             try:
                 if isinstance(outcome, StreamEngineError):
                     raise outcome
-                shortest = outcome.matcher.shortest
-                if shortest is not None and shortest > request.max_tokens:
+                shortest = len(outcome.matcher.ending or ())
+                if shortest > request.max_tokens:
                     raise InvalidRequest(
                         f"the shortest answer takes {shortest} tokens, max_tokens is {request.max_tokens}",
                         param="max_tokens",

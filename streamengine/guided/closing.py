@@ -5,8 +5,8 @@ shortest values, and where neither may come the longest and the shortest of what
 that of a completion, short but not proven the shortest.
 """
 
-from collections.abc import Iterator
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 import numpy as np
@@ -14,10 +14,13 @@ import numpy as np
 from streamengine.guided.matcher import Matcher, Vocabulary
 
 MAX_STATES = 3000
-"""Matchers that one search may look at."""
+"""Matchers that one search may look at, while nobody waits for it."""
 
 STATES_TO_IMPROVE = 200
 """And after it found a completion, for a shorter one."""
+
+STATES_AT_ONCE = 100
+"""While a step waits: a millisecond for each. From a completion of a moment ago it takes few of them."""
 
 SLACK = 64
 LOOK_EVERY = 16
@@ -53,13 +56,31 @@ class Closer:
         self._closing = frozenset([*first, *closers, *(simple[text] for text in (b",", b":") if text in simple)])
         self._ends = np.array(vocabulary.tokenizer.eos_tokens, np.int64)
 
-    def shortest(self, matcher: Matcher, most: int, improve: int = STATES_TO_IMPROVE) -> list[int] | None:
+    def shortest(self, matcher: Matcher, most: int) -> list[int] | None:
         """Tokens that complete the answer, at most ``most``; an end-of-sequence token where the grammar allows one and
-        does not end by itself. None if none were found. With ``improve`` 0 the first that are found will do."""
+        does not end by itself. None if none were found."""
+        return self._search([(matcher.copy(), [])], most, MAX_STATES, STATES_TO_IMPROVE)
+
+    def first(self, matcher: Matcher, most: int, hint: Sequence[int], states: int) -> list[int] | None:
+        """The same, but the first found will do. ``hint`` completed the answer when it was a little shorter."""
+        starts = [(matcher.copy(), list[int]())]
+        for skipped in range(min(len(hint), 2)):  # what was taken may have been its first token
+            if tokens := list(hint[skipped:][: matcher.valid(hint[skipped:])])[:most]:
+                there = matcher.copy()
+                whole = tokens[-1] in self._ends
+                if all(there.advance(token) for token in tokens[: len(tokens) - whole]) and (whole or there.stopped):
+                    return tokens
+                starts.append((there, tokens))
+        return self._search(starts, most, states, 0)
+
+    def _search(
+        self, starts: Sequence[tuple[Matcher, list[int]]], most: int, states: int, improve: int
+    ) -> list[int] | None:
         best: list[int] | None = None
-        states, order = MAX_STATES, count()
+        order = count()
         # Whoever left the most promising way least often goes first, and of these who is furthest.
-        heap: list[tuple[int, int, int, Matcher, list[int]]] = [(0, 0, next(order), matcher.copy(), [])]
+        heap = [(0, -len(tokens), next(order), there, tokens) for there, tokens in starts]
+        heapify(heap)
         while heap and states > 0:
             states -= 1
             strayed, _, _, here, tokens = heappop(heap)
@@ -99,16 +120,17 @@ class Closer:
 
 class Steering:
     """Watches one answer's budget. Between two looks an answer is trusted not to open more than `SLACK` tokens close;
-    a look takes some milliseconds, so it is taken rarely while there is room, and at every step when there is not."""
+    so looks are rare while there is room, and come at every step when there is not. ``ending`` completes the answer at
+    its beginning."""
 
-    def __init__(self, closer: Closer, shortest: int) -> None:
+    def __init__(self, closer: Closer, ending: Sequence[int]) -> None:
         self._closer = closer
-        self._watch_below = 2 * shortest + SLACK
+        self._ending = list(ending)
         self._unseen = 0
 
     def fork(self) -> "Steering":
-        other = Steering(self._closer, 0)
-        other._watch_below, other._unseen = self._watch_below, self._unseen
+        other = Steering(self._closer, self._ending)
+        other._unseen = self._unseen
         return other
 
     def check(self, matcher: Matcher, taken: int, left: int) -> tuple[int, list[int]] | None:
@@ -117,15 +139,18 @@ class Steering:
         Otherwise the answer can only be completed without the last ``drop`` of these, by the tokens given.
         """
         self._unseen += taken
-        if left > self._watch_below and self._unseen < LOOK_EVERY:
+        if left > 2 * len(self._ending) + SLACK and self._unseen < LOOK_EVERY:
             return None
-        self._unseen = 0
+        ending = self._closer.first(matcher, left, self._ending, STATES_AT_ONCE)
+        if ending is not None:
+            self._ending, self._unseen = ending, 0
+            return None
+        if self._unseen == taken:  # the last look was before these
+            return taken, self._ending
         back = matcher.copy()
-        for drop in range(taken + 1):
-            if drop:
-                back.rollback(1)
-            ending = self._closer.shortest(back, left + drop, improve=0)
+        for drop in range(1, taken + 1):
+            back.rollback(1)
+            ending = self._closer.first(back, left + drop, self._ending, STATES_AT_ONCE)
             if ending is not None:
-                self._watch_below = 2 * len(ending) + SLACK
-                return (drop, ending) if drop else None
+                return drop, ending
         return None  # it opened more than it was trusted with: max_tokens will cut it

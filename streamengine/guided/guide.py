@@ -1,11 +1,14 @@
 """What the core has of guided decoding: grammars in the making, and bitmasks for its steps.
 
-The vocabulary is built with the first grammar: who asks for none pays nothing.
+The vocabulary is built when the core has nothing to do, or else with the first grammar: that holds the interpreter's
+lock for a third of a second, which would be a gap in every stream.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 from typing import cast
 
 from compiled.step import Masks, ModelSpec
@@ -17,6 +20,9 @@ from streamengine.guided.grammar import Constraint, Grammar
 from streamengine.guided.masks import MaskMaker
 from streamengine.guided.matcher import Matcher, Vocabulary
 from streamengine.guided.trial import Trial
+
+REST_S = 1.0
+"""How long a core must have had nothing to do before it uses the time."""
 
 MOST_TO_CLOSE = 4096
 """Tokens of the longest shortest answer."""
@@ -34,6 +40,7 @@ class Guide:
         self._vocabulary: Vocabulary | None = None
         self._masks: MaskMaker | None = None
         self._closer: Closer | None = None
+        self._rested = False
         self._trial = Trial()
         self._compiler = GrammarCompiler(self.compile)
         self.start = self._compiler.start
@@ -49,27 +56,50 @@ class Guide:
         ]
 
     def _constraint(self, matcher: Matcher) -> GrammarConstraint:
-        if matcher.shortest is None:
+        if matcher.ending is None:
             return GrammarConstraint(matcher)
         assert self._closer is not None, "it has found the shortest answer"
-        return GrammarConstraint(matcher, Steering(self._closer, matcher.shortest))
+        return GrammarConstraint(matcher, Steering(self._closer, matcher.ending))
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of ``grammar``, now. Raises RequestError."""
         self._trial.check(grammar)
+        vocabulary = self._ready()
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._load()
-                self._masks = MaskMaker(self._vocabulary)
             if grammar.close and self._closer is None:
-                self._closer = Closer(self._vocabulary)
-        matcher = self._vocabulary.compile(grammar)
+                self._closer = Closer(vocabulary)
+        matcher = vocabulary.compile(grammar)
         if grammar.close and self._closer is not None:
             ending = self._closer.shortest(matcher, MOST_TO_CLOSE)
             if ending is None:
                 raise GrammarError(f"close_document: no answer of at most {MOST_TO_CLOSE} tokens was found")
-            matcher.shortest = len(ending)
+            matcher.ending = ending
         return matcher
+
+    def _ready(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+                self._masks = MaskMaker(self._vocabulary)
+            return self._vocabulary
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While there is nothing to do. In a thread that is not the process's own, others may have."""
+        if self._rested or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        timer = Timer(REST_S, self._prepare)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _prepare(self) -> None:
+        self._rested = True
+        with suppress(RequestError):  # who asks for a grammar is told
+            self._ready()
 
     def mask(self, places: list[tuple[Constraint, int, tuple[int, ...]]], rows: int) -> Masks:
         """See `Scheduler`."""

@@ -339,6 +339,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_are_served():
                 "error",
                 "context_length_exceeded",
                 "a prompt of 13 tokens and max_tokens 6 need 5 KV pages of 4 tokens; there are 3",
+                "max_tokens",
             ),
         )
         assert answers[1] == answers[3] == (oracle(b"hello", 3), LENGTH)
