@@ -2,31 +2,32 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from compiled.parameters import DTYPES
 
 _READ_BYTES = 512 * 2**20
-_SIDE = 2048
-_TRIES = 5
+_PART_BYTES = 32 * 2**20
+_SIDES = {2048: 2, 1024: 4, 512: 16}
+_TRIES = 3
 
 
 def measure_ceilings(dtype: str) -> dict[str, float]:
-    """``read_gb_s``: a plain read of memory that no cache holds; ``multiply_gflop_s``: a large square matrix
-    product in ``dtype``. On torch's current threads, the best of a few tries."""
+    """``read_gb_s``: a plain read of memory that no cache holds; ``multiply_gflop_s``: a square matrix product in
+    ``dtype``. On torch's current threads, the best of a few tries of several sizes: large ones for many cores, and
+    ones of a millisecond, which end before somebody else who wants the core too gets his turn."""
     memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-    matrix = torch.randn(_SIDE, _SIDE).to(DTYPES[dtype])
+    parts = [memory, *memory.split(_PART_BYTES // 4)] * _TRIES
+    matrices = [one for side, tries in _SIDES.items() for one in [torch.randn(side, side).to(DTYPES[dtype])] * tries]
     return {
-        "read_gb_s": memory.nbytes / _best(memory.sum) / 1e9,
-        "multiply_gflop_s": 2 * _SIDE**3 / _best(lambda: matrix @ matrix) / 1e9,
+        "read_gb_s": max(part.nbytes / _seconds(part.sum) for part in parts) / 1e9,
+        "multiply_gflop_s": max(2 * len(one) ** 3 / _seconds(partial(torch.mm, one, one)) for one in matrices) / 1e9,
     }
 
 
-def _best(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_TRIES):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
