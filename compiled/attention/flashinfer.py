@@ -212,7 +212,7 @@ class FlashInferAttention(Attention):
         dtype: torch.dtype | None = None,
         scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        """One ``workspace`` for all objects that a step runs."""
+        """One ``workspace`` for all objects that a step runs, which `take` one and the same plan."""
         super().__init__(spec, layers, dtype=dtype, scales=scales)
         if self.device != workspace.scratch.device:
             raise ValueError(f"KV cache is on {self.device}, the workspace on {workspace.scratch.device}")
@@ -231,7 +231,8 @@ class FlashInferAttention(Attention):
         if not self._wrappers:
             self._wrappers = self._make_wrappers()
         self._wrappers.reverse()  # those of the step before may still be in use
-        self._staged = self._workspace.stage(self._fixed).put(plan, self.page_size)
+        self._stage = self._workspace.stage(self._fixed)
+        self._staged = self._stage.put(plan, self.page_size)
         self._wrappers[0].plan(plan, self._staged)
 
     def _make_wrappers(self) -> list[_Wrappers]:
@@ -249,6 +250,8 @@ class FlashInferAttention(Attention):
         out_THE: Tensor,
         sinks_H: Tensor | None,
     ) -> None:
+        if not self._stage.holds(plan):
+            raise ValueError("another object of the same workspace was planned differently since")
         tokens, dense_THE = plan.tokens, out_THE.contiguous()  # the kernels know no strides of it
         scales = dict(zip(("k_scale", "v_scale"), self.scales[layer], strict=True)) if self.cache_dtype == FP8 else {}
         operands, places = (k_TKD[:tokens], v_TKE[:tokens]), (self._staged.pages, self._staged.slots)
