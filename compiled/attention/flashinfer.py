@@ -2,7 +2,7 @@
 
 Uses what versions 0.6.18 to 0.7.4 have in common: the fa2 kernels in which a decoding row is a prefill of one token
 (so one compiled module serves both), by keyword only, and never anything private. Plans on CPU tensors, so nothing
-waits for the device. Imports FlashInfer when the first object is built: it is no dependency.
+waits for the device. Imports FlashInfer at the first plan: it is no dependency.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from compiled.device import Device
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 SCRATCH_BYTES = 512 << 20
-"""What split rows' partial results need at most: 8,192 tokens of 32 heads of 128, or 512 decoding rows."""
+"""For the partial results of rows that are split: with 32 heads of 128, 70 MB for any prefill, and 135 MB for a graph
+of 512 rows before FlashInfer 0.7.1."""
 _SCHEDULE_BYTES = 1 << 20
 """A decoding step's schedule: some twenty bytes a row and a block of the GPU. A wrapper's own is 8 MiB, and there is
 one for each size of graph and kind of layer."""
@@ -154,7 +155,7 @@ class _Captured:
             **self._constants.others,
         }
         if self._decode is None:
-            self._decode = _decoder(
+            decode = _decoder(
                 self._workspace.scratch,
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=staged.kv_indptr,
@@ -162,10 +163,11 @@ class _Captured:
                 paged_kv_last_page_len_buffer=staged.kv_last_page_len,
             )
             schedule = torch.zeros(_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.scratch.device)
-            self._decode.reset_workspace_buffer(self._workspace.scratch, schedule)
-            self._decode.plan(**tables)
+            decode.reset_workspace_buffer(self._workspace.scratch, schedule)
+            decode.plan(**tables)
+            self._decode = decode
         else:
-            fast_decode_plan(self._decode, **tables)  # takes the tables to be in their place, and they are
+            fast_decode_plan(self._decode, **tables)  # copies no tables: they are staged in their place
         self._planned.record()
 
     def run(self, q_THD: Tensor, cache: _Cache, out_THD: Tensor, scales: dict[str, float]) -> None:
