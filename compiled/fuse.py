@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional
 
@@ -240,7 +241,8 @@ def _example_outputs(module: fx.GraphModule) -> list[Any]:
 def _propagated_outputs(module: fx.GraphModule) -> Sequence[Any]:
     examples = [node.meta["example_value"] for node in _placeholders(module.graph)]
     mode = next(example.fake_mode for example in examples if isinstance(example, Tensor))
-    return FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
+    with enable_python_dispatcher():  # as Dynamo does: without, torch 2.11 binds symbols in some operators
+        return FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
 
 
 def _strides(value: Any) -> list[str]:
