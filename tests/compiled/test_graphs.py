@@ -265,7 +265,10 @@ def compiled_model(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama")
     cache = Cache(cache_folder() / "compiled", 1)
     cpu = torch.device("cpu")
-    return build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST, cpu)
+    built = build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST, cpu)
+    if built.fresh is not None:
+        build.keep(cache, "tiny", built.fresh, None)
+    return built
 
 
 @pytest.mark.parametrize("backend", [CpuAttention, ReferenceAttention])
