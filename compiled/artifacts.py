@@ -72,6 +72,7 @@ class Cache:
     def __init__(self, folder: Path, threads: int, where: torch.device = _CPU) -> None:
         self.store = Store(folder)
         self._machine = machine_factors(threads, where)
+        self._where = where
         self._workshop: Path | None = None
         self._open = True
         if (fault := self.store.fault()) is not None:
@@ -106,6 +107,11 @@ class Cache:
             self._workshop = Path(tempfile.mkdtemp(prefix="streamengine-"))
             weakref.finalize(self, shutil.rmtree, self._workshop, ignore_errors=True)
         return self._workshop
+
+    @property
+    def triton(self) -> Path:
+        """Where Triton keeps what it makes of the kernels in pieces for a GPU: beside the pieces."""
+        return self.store.folder / "triton"
 
     def piece(self, key: str) -> tuple[Call, Generated] | None:
         """The piece that `compiled.split` calls ``key``, compiled for this machine; None where there is none."""
@@ -167,8 +173,8 @@ class Cache:
         try:
             library = entry.path / _LIBRARY if _LIBRARY in entry.files else None
             making = json.loads(entry.files.get(_MAKING, b"{}"))
-            generated = Generated(entry.files[_SOURCE].decode(), library, _tensors(entry.files), **making)
-            return inductor.load(generated), generated
+            generated = Generated(entry.files[_SOURCE].decode(), library, _tensors(entry.files, self._where), **making)
+            return inductor.load(generated, self.triton), generated
         except Exception as error:  # it is ours and whole: another libc, a full memory, a bug
             raise Unusable(f"{entry.path} does not load: {type(error).__name__}: {error}") from error
 
@@ -279,8 +285,9 @@ def _constants(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     return {_CONSTANTS: safetensors.torch.save({name: tensor.clone() for name, tensor in tensors.items()})}
 
 
-def _tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
-    return safetensors.torch.load(files[_CONSTANTS]) if _CONSTANTS in files else {}
+def _tensors(files: Mapping[str, bytes], where: torch.device = _CPU) -> dict[str, Tensor]:
+    tensors = safetensors.torch.load(files[_CONSTANTS]) if _CONSTANTS in files else {}
+    return {name: tensor.to(where) for name, tensor in tensors.items()}
 
 
 _VALUES = (Attention, AttentionSpec, Constant, Fed, Held, ModelFacts, Parameter, PieceFacts, Polynomial, Run, Work)

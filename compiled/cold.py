@@ -79,8 +79,8 @@ def compile_model(
     report("trace", 0, 0)
     parts = split_model(described.module, described.choice, described.buffers, timed)
     with timed("split"):
+        parts = fuse(parts, packing=where.type == "cpu") if fused else parts
         parts = parts if where.type == "cpu" else move(parts, where)
-        parts = fuse(parts) if fused else parts
     with timed("count"):
         facts = describe_pieces(parts)
     with timed("compile"):

@@ -3,7 +3,7 @@
 Linears are found by what they do, never by their names: a call of `torch.nn.functional.linear` whose weight is
 a parameter of the model. Those of one piece that have the same input become one, on their weights one above the
 other, and its result is split. An embedding whose weight some linear has too reads its rows out of the packed one.
-On a GPU nothing is packed: its own kernels take weights as they are.
+Where a device's own kernels take weights as they are, nothing is packed.
 Left alone is what does not fit: other types and devices, and weights that anything else reads.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional
 
@@ -24,10 +25,10 @@ from compiled.recipe import Parameter, Source
 from compiled.split import Piece, Split, key_of
 
 
-def fuse(parts: Split) -> Split:
-    """``parts`` with its linears merged and on packed weights. Pieces that were equal stay equal."""
+def fuse(parts: Split, *, packing: bool = True) -> Split:
+    """``parts`` with its linears merged and, if ``packing``, on packed weights. Pieces that were equal stay equal."""
     kinds = {piece.key: _Kind([call for call in parts.pieces if call.key == piece.key]) for piece in parts.unique}
-    packable = _packable(parts, kinds.values())
+    packable = _packable(parts, kinds.values()) if packing else None
     uses = Counter(name for call in parts.calls for name in call.inputs)
     single = {name for name, source in parts.sources.items() if isinstance(source, Parameter) and uses[name] == 1}
     read_by_pieces = {name for piece in parts.pieces for name in piece.inputs}
@@ -121,8 +122,8 @@ class _Rewritten:
         return name
 
 
-def _rewrite(kind: _Kind, packable: set[str], single: set[str], read_by_pieces: set[str]) -> _Rewritten:
-    packed = {i for i, names in enumerate(kind.inputs) if names <= packable}
+def _rewrite(kind: _Kind, packable: set[str] | None, single: set[str], read_by_pieces: set[str]) -> _Rewritten:
+    packed = None if packable is None else {i for i, names in enumerate(kind.inputs) if names <= packable}
     mergeable = {i for i, names in enumerate(kind.inputs) if names <= single}
     rewritten = _Rewriting(kind.graph, packed, mergeable).finish()
     # What is split off a merged result has other strides. Pieces are compiled for those that they were traced with.
@@ -134,15 +135,17 @@ def _rewrite(kind: _Kind, packable: set[str], single: set[str], read_by_pieces: 
 
 
 class _Rewriting:
-    """One piece's graph while it is rewritten. ``packed`` and ``mergeable`` are numbers of its arguments."""
+    """One piece's graph while it is rewritten. ``packed`` and ``mergeable`` are numbers of its arguments; without
+    ``packed`` weights stay as they are, and linears are merged all the same."""
 
-    def __init__(self, graph: fx.GraphModule, packed: set[int], mergeable: set[int]) -> None:
+    def __init__(self, graph: fx.GraphModule, packed: set[int] | None, mergeable: set[int]) -> None:
         self._module = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         self._graph = self._module.graph
         placeholders = _placeholders(self._graph)
         self._numbers = {node: i for i, node in enumerate(placeholders)}
         self._arguments = {node: _Argument((i,)) for i, node in enumerate(placeholders)}
-        self._packed = {node for node in placeholders if self._numbers[node] in packed}
+        self._packing = packed is not None
+        self._packed = {node for node in placeholders if self._numbers[node] in (packed or ())}
         self._mergeable = {node for node in placeholders if self._numbers[node] in mergeable and len(node.users) == 1}
         self._made: dict[_Argument, fx.Node] = {}
 
@@ -167,23 +170,21 @@ class _Rewriting:
             if node.target is functional.linear:
                 given, weight, bias = _operands(node)
                 fits = self._mergeable.issuperset({weight} if bias is None else {weight, bias})
-                packed = weight in self._packed
-                if packed or (fits and weight.meta["example_value"].device.type != "cpu"):
-                    groups.setdefault((given, bias is None, packed) if fits else node, []).append(node)
-        return [group for group in groups.values() if len(group) > 1 or _operands(group[0])[1] in self._packed]
+                if weight in self._packed or (fits and not self._packing):
+                    groups.setdefault((given, bias is None) if fits else node, []).append(node)
+        return [group for group in groups.values() if self._packing or len(group) > 1]
 
     def _merge(self, group: list[fx.Node]) -> None:
         operands = [_operands(node) for node in group]
-        given, first, bias = operands[0]
-        packed = first in self._packed
-        weight = self._argument([weight for _, weight, _ in operands], packed=packed)
+        given, _, bias = operands[0]
+        weight = self._argument([weight for _, weight, _ in operands], packed=self._packing)
         if bias is not None and len(group) > 1:
             bias = self._argument([bias for _, _, bias in operands if bias is not None], packed=False)
         sizes = [int(weight.meta["example_value"].shape[0]) for _, weight, _ in operands]
         with self._graph.inserting_before(group[0]):
             whole = (
                 self._call(torch.ops.streamengine.linear.default, (given, weight, bias, sum(sizes)), group[0])
-                if packed
+                if self._packing
                 else self._call(functional.linear, (given, weight, bias), group[0])
             )
             split = self._call(torch.split, (whole, sizes, -1), group[0]) if len(group) > 1 else None
@@ -234,13 +235,14 @@ def _merged_example(examples: Sequence[Any], packed: bool) -> Tensor:
 
 
 def _example_outputs(module: fx.GraphModule) -> list[Any]:
-    return [node.meta["example_value"] for node in next(reversed(module.graph.nodes)).args[0]]
+    return [node.meta["example_value"] for node in next(iter(reversed(module.graph.nodes))).args[0]]
 
 
 def _propagated_outputs(module: fx.GraphModule) -> Sequence[Any]:
     examples = [node.meta["example_value"] for node in _placeholders(module.graph)]
     mode = next(example.fake_mode for example in examples if isinstance(example, Tensor))
-    return FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
+    with enable_python_dispatcher():  # as Dynamo does: without, torch 2.11 binds symbols in some operators
+        return FakeTensorProp(module, mode).propagate_dont_convert_inputs(*examples)
 
 
 def _strides(value: Any) -> list[str]:

@@ -229,7 +229,7 @@ class Graphs:
         started = time.perf_counter()
         try:
             with torch.inference_mode(), _no_collection():
-                place = self._at(bucket, bucket.tokens, bucket.tokens)
+                place = self._at(bucket, bucket.tokens, bucket.tokens if bucket.whole else SMALLEST)
                 place.inputs.zero_()
                 if bucket.whole:
                     self._whole[bucket.tokens] = self._capture_whole(place)

@@ -5,6 +5,9 @@ together (see `compiled.kernels`). Of the module is kept what ``call`` needs and
 imports torch alone: no compiler package (3 s), no pickle, no look-up in a cache that others could write. A fresh
 piece and a stored one are loaded by the same function from the same text, so a warm start runs what the cold one
 ran.
+
+For a GPU Inductor writes kernels in Triton's language instead. Their text stays in the module, and what Triton makes
+of it in a cache of Triton's own, which is kept beside ours; loading them needs Triton and Inductor's runtime.
 """
 
 import ast
@@ -13,7 +16,7 @@ import importlib.abc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +62,9 @@ class Written:
     kernels: Mapping[str, Kernel]
     constants: Mapping[str, Tensor]
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+_COMPILES = "= async_compile.triton("
 
 
 class NotPortable(Exception):
@@ -136,34 +142,59 @@ def _codegen_seconds() -> float:
 
 @contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
-    """Inductor's files, which would lie in a folder under /tmp that is its user's by name only. Its own C++ compiler
-    does not run: kernels are only noted, and vector extensions not tried."""
+    """Inductor's files, which would lie in a folder under /tmp that is its user's by name only. No compiler of its own
+    runs: C++ kernels are only noted, vector extensions not tried, and Triton's kernels are compiled by `load`."""
     from torch._inductor.async_compile import AsyncCompile  # as above
     from torch._inductor.cpu_vec_isa import VecISA  # as above
 
-    variable, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    own = AsyncCompile.cpp_pybinding, VecISA.check_build
-    os.environ[variable] = str(folder)
+    own = AsyncCompile.cpp_pybinding, AsyncCompile.triton, VecISA.check_build
     AsyncCompile.cpp_pybinding = lambda _, arguments, source: Kernel(tuple(arguments), source)
+    AsyncCompile.triton = lambda *_, **__: None
     VecISA.check_build = kernels.believes_flags
+    try:
+        with _files_in(folder):
+            yield
+    finally:
+        AsyncCompile.cpp_pybinding, AsyncCompile.triton, VecISA.check_build = own
+
+
+@contextmanager
+def _files_in(folder: Path) -> Iterator[None]:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(variable)
+    os.environ[variable] = str(folder)
     try:
         yield
     finally:
-        AsyncCompile.cpp_pybinding, VecISA.check_build = own
         os.environ.pop(variable)
         if before is not None:
             os.environ[variable] = before
 
 
-def load(generated: Generated) -> Call:
-    """The piece's function. Raises ImportError or OSError for a kernel that does not load here."""
+def load(generated: Generated, folder: Path) -> Call:
+    """The piece's function. ``folder`` is where Triton keeps what it compiles, if the piece needs that. Raises
+    ImportError or OSError for a kernel that does not load here."""
     module = ModuleType("compiled_piece")
     module.__dict__.update(generated.constants)
     if generated.library is not None:
         module.__dict__["kernel"] = vars(kernels.load(generated.library)).__getitem__
-    _Text(generated.source).exec_module(module)
+    with _triton(module, folder) if _COMPILES in generated.source else nullcontext():
+        _Text(generated.source).exec_module(module)
     call: Call = module.__dict__["call"]
     return call
+
+
+@contextmanager
+def _triton(module: ModuleType, folder: Path) -> Iterator[None]:
+    """What a module needs to compile its kernels, here and now, or to find them in ``folder``."""
+    # Slow to import, and on a CPU nothing needs it.
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    module.__dict__["async_compile"] = AsyncCompile()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _files_in(folder), config.patch(compile_threads=1):
+        yield
 
 
 class _Text(importlib.abc.InspectLoader):
@@ -202,12 +233,12 @@ def prune(source: str, constants: Mapping[str, Tensor], symbols: Mapping[str, st
         raise NotPortable(f"it needs {', '.join(sorted(missing))}")
     lines, text = source.splitlines(), []
     for statement in kept:
-        if _is_kernel(statement):
+        if _calls(statement, "async_compile.cpp_pybinding"):
             (name,) = _bound(statement)
             text.append(f"{name} = kernel({symbols[name]!r})")
         elif "extern_kernels" in _bound(statement) and _are_torchs(kept):
             text.append("import torch as extern_kernels")
-        elif "async_compile" in _free(statement) or "async_compile" in _bound(statement):
+        elif "async_compile" in _free(statement) and not _calls(statement, "async_compile.triton"):
             raise NotPortable(f"it compiles when it is loaded: {ast.unparse(statement)[:80]}")
         else:
             text += lines[statement.lineno - 1 : statement.end_lineno]
@@ -249,10 +280,10 @@ def _free(statement: ast.stmt) -> set[str]:
     return loaded - own - {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def _is_kernel(statement: ast.stmt) -> bool:
-    """``name = async_compile.cpp_pybinding(…)``."""
+def _calls(statement: ast.stmt, function: str) -> bool:
+    """``name = function(…)``."""
     value = statement.value if isinstance(statement, ast.Assign) else None
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == "async_compile.cpp_pybinding"
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == function
 
 
 def _are_torchs(statements: list[ast.stmt]) -> bool:

@@ -59,7 +59,7 @@ def compile_pieces(parts: Split, cache: Cache, report: Callable[[str, float, flo
                 compiled.homebound[piece.key] = compiled.functions[piece.key] = _compile_at_home(piece.graph)
     report("compile", len(parts.unique), len(parts.unique) + 1)
     compiled.generated.update(inductor.build(written, cache.workshop))
-    compiled.functions.update({key: inductor.load(generated) for key, generated in compiled.generated.items()})
+    compiled.functions.update({key: inductor.load(one, cache.triton) for key, one in compiled.generated.items()})
     report("compile", len(parts.unique) + 1, len(parts.unique) + 1)
     return compiled
 

@@ -48,7 +48,7 @@ def trace(module: nn.Module) -> Traced:
 
     def capture(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graphs.append(graph)
-        if len(results := next(reversed(graph.graph.nodes)).args[0]) != 1:
+        if len(results := next(iter(reversed(graph.graph.nodes))).args[0]) != 1:
             raise ValueError(f"it has {len(results) - 1} results beside its logits")
 
         def called(*values: Any) -> tuple[Tensor]:

@@ -2,7 +2,7 @@
 
 Uses what versions 0.6.18 to 0.7.4 have in common: the fa2 kernels in which a decoding row is a prefill of one token
 (so one compiled module serves both), by keyword only, and never anything private. Plans on CPU tensors, so nothing
-waits for the device. Imports FlashInfer when the first object is built: it is no dependency.
+waits for the device. Imports FlashInfer at the first plan: it is no dependency.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from compiled.device import Device
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 SCRATCH_BYTES = 512 << 20
-"""What split rows' partial results need at most: 8,192 tokens of 32 heads of 128, or 512 decoding rows."""
+"""For the partial results of rows that are split: with 32 heads of 128, 70 MB for any prefill, and 135 MB for a graph
+of 512 rows before FlashInfer 0.7.1."""
 _SCHEDULE_BYTES = 1 << 20
 """A decoding step's schedule: some twenty bytes a row and a block of the GPU. A wrapper's own is 8 MiB, and there is
 one for each size of graph and kind of layer."""
@@ -154,7 +155,7 @@ class _Captured:
             **self._constants.others,
         }
         if self._decode is None:
-            self._decode = _decoder(
+            decode = _decoder(
                 self._workspace.scratch,
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=staged.kv_indptr,
@@ -162,10 +163,11 @@ class _Captured:
                 paged_kv_last_page_len_buffer=staged.kv_last_page_len,
             )
             schedule = torch.zeros(_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.scratch.device)
-            self._decode.reset_workspace_buffer(self._workspace.scratch, schedule)
-            self._decode.plan(**tables)
+            decode.reset_workspace_buffer(self._workspace.scratch, schedule)
+            decode.plan(**tables)
+            self._decode = decode
         else:
-            fast_decode_plan(self._decode, **tables)  # takes the tables to be in their place, and they are
+            fast_decode_plan(self._decode, **tables)  # copies no tables: they are staged in their place
         self._planned.record()
 
     def run(self, q_THD: Tensor, cache: _Cache, out_THD: Tensor, scales: dict[str, float]) -> None:
@@ -212,7 +214,7 @@ class FlashInferAttention(Attention):
         dtype: torch.dtype | None = None,
         scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        """One ``workspace`` for all objects that a step runs."""
+        """One ``workspace`` for all objects that a step runs, which `take` one and the same plan."""
         super().__init__(spec, layers, dtype=dtype, scales=scales)
         if self.device != workspace.scratch.device:
             raise ValueError(f"KV cache is on {self.device}, the workspace on {workspace.scratch.device}")
@@ -231,7 +233,8 @@ class FlashInferAttention(Attention):
         if not self._wrappers:
             self._wrappers = self._make_wrappers()
         self._wrappers.reverse()  # those of the step before may still be in use
-        self._staged = self._workspace.stage(self._fixed).put(plan, self.page_size)
+        self._stage = self._workspace.stage(self._fixed)
+        self._staged = self._stage.put(plan, self.page_size)
         self._wrappers[0].plan(plan, self._staged)
 
     def _make_wrappers(self) -> list[_Wrappers]:
@@ -249,6 +252,8 @@ class FlashInferAttention(Attention):
         out_THE: Tensor,
         sinks_H: Tensor | None,
     ) -> None:
+        if not self._stage.holds(plan):
+            raise ValueError("another object of the same workspace was planned differently since")
         tokens, dense_THE = plan.tokens, out_THE.contiguous()  # the kernels know no strides of it
         scales = dict(zip(("k_scale", "v_scale"), self.scales[layer], strict=True)) if self.cache_dtype == FP8 else {}
         operands, places = (k_TKD[:tokens], v_TKE[:tokens]), (self._staged.pages, self._staged.slots)

@@ -71,6 +71,10 @@ class Stage:
         self._latest = plan, staged
         return staged
 
+    def holds(self, plan: Plan) -> bool:
+        """Whether ``plan`` was the last one put."""
+        return self._latest is not None and plan is self._latest[0]
+
     def _views_of(self, tokens: int, rows: int) -> Staged:
         if self._views is None or self._views[0] != (tokens, rows):
             even = _even(tokens)

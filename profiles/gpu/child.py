@@ -1,6 +1,7 @@
 """The process in which `profiles/gpu_check.py` runs sections: a line of JSON where one begins and where one ends."""
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -10,21 +11,21 @@ from typing import Any
 
 import torch
 
-from profiles.gpu import attention, engine, machine, model, speed
 from profiles.gpu.bench import Bench
 from profiles.gpu.sizes import DRY, H200
 
 SECTIONS = {
-    "machine": machine.measure,
-    "conformance": attention.check,
-    "bfloat16": model.bfloat16,
-    "graphs": model.graphs,
-    "overlap": speed.overlap,
-    "decode": speed.decode,
-    "prefill": speed.prefill,
-    "engine": engine.engine,
-    "float32": model.float32,
+    "machine": "machine.measure",
+    "conformance": "attention.check",
+    "bfloat16": "model.bfloat16",
+    "graphs": "model.graphs",
+    "overlap": "speed.overlap",
+    "decode": "speed.decode",
+    "prefill": "speed.prefill",
+    "engine": "engine.engine",
+    "float32": "model.float32",
 }
+"""Where each is, to be imported when it begins: what one of them cannot import is its failure alone."""
 
 
 def main() -> None:
@@ -39,7 +40,8 @@ def main() -> None:
         started = time.monotonic()
         bench.facts = {}  # a section writes what it knows as it goes, so that its failure does not lose it
         try:
-            SECTIONS[name](bench)
+            module, _, function = SECTIONS[name].partition(".")
+            getattr(importlib.import_module(f"profiles.gpu.{module}"), function)(bench)
         except Exception as error:
             traceback.print_exc(limit=-6)
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -103,6 +103,19 @@ class Logged(RecordedEvent):
 
 
 @pytest.mark.parametrize("fixed", [False, True])
+def test_tables_that_another_object_has_replaced_are_not_run_with(fixed: bool, backend: Backend) -> None:
+    one = batch([(1, 20), (1, 30)])
+    attentions = [backend.attention(one, one.cache) for _ in range(2)]
+    if fixed:
+        attentions = [attention.fixed(2) for attention in attentions]
+    for attention in attentions:
+        attention.plan(*one.tables)
+    with pytest.raises(ValueError, match="another object of the same workspace was planned differently since"):
+        run(attentions[0], one)
+    run(attentions[1], one)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
 def test_a_plan_waits_until_the_wrappers_own_memory_of_the_plan_before_was_copied(fixed: bool) -> None:
     device, one = Watching(), batch([(1, 20), (1, 30)])
     attention = FlashInferAttention(one.spec, one.views(one.cache), Workspace(device, 1 << 20))

@@ -56,7 +56,14 @@ def windows() -> Iterator[Case]:
 
 
 def a_few(cases: Iterator[Case], count: int) -> list[Any]:
-    return [pytest.param(case, id=str(case["seed"])) for case in random.Random(0).sample(list(cases), count)]
+    """Of those that take a moment only."""
+    quick = [case for case in cases if products(case) < 2e7]
+    return [pytest.param(case, id=str(case["seed"])) for case in random.Random(0).sample(quick, count)]
+
+
+def products(case: Case) -> int:
+    """How many dense attention takes for a step's scores."""
+    return sum(tokens * length for tokens, length in case["rows"]) * int(case["heads"]) * int(case["head_dim"])
 
 
 @pytest.mark.skipif(missing_flashinfer() is not None, reason=str(missing_flashinfer()))

@@ -3,6 +3,7 @@ captured early, late or not at all, and what would go wrong on a GPU raises."""
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from compiled import build
 from compiled.artifacts import Cache
+from compiled.attention.base import AttentionSpec
 from compiled.attention.cpu import CpuAttention
 from compiled.attention.reference import ReferenceAttention
 from compiled.buckets import Bucket, Buckets
@@ -40,14 +42,15 @@ STEPS = [
 
 
 class Machine:
-    """Graphs of the small model on a recording device."""
+    """Graphs of the small model on a recording device. ``specs`` are its layers."""
 
-    def __init__(self, layers: int = 3, buckets: Buckets = BUCKETS, device: Recording | None = None) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec] = (stepping.SPEC,) * 3, device: Recording | None = None) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.program = stepping.program(layers, self.weights)
+        self.specs = specs
+        self.program = stepping.program(len(specs), self.weights)
         self.device = device or Recording()
-        self.store, attention = stepping.attention_over((stepping.SPEC,) * layers)
-        self.graphs = Graphs(self.program, attention, self.device, buckets, 32, stepping.ROW_PAGES)
+        _, attention = stepping.attention_over(specs)
+        self.graphs = Graphs(self.program, attention, self.device, BUCKETS, 32, stepping.ROW_PAGES)
         self.forward = stepping.through(self.graphs)
 
     def logits(self, *batch: Any) -> Tensor:
@@ -55,7 +58,7 @@ class Machine:
 
     def plain(self, *batch: Any) -> Tensor:
         """What the program says on a cache of its own."""
-        _, attention = stepping.attention_over((stepping.SPEC,) * 3)
+        _, attention = stepping.attention_over(self.specs)
         return stepping.logits(stepping.plainly(self.program, attention), *batch)
 
 
@@ -90,6 +93,15 @@ def test_padded_steps_of_every_kind_have_the_bits_of_the_program_without_graphs(
     # Of the whole pass one each, of each pieces' bucket all but the last piece, which depends on the logit rows.
     assert told["graphs"] == 3 + 4 * 3
     assert told["graph_bytes"] == machine.device.pool_bytes() > 0
+
+
+def test_layers_that_attend_differently_are_planned_apart_in_graphs_too() -> None:
+    window = replace(stepping.SPEC, window=3)
+    machine = Machine((stepping.SPEC, window, stepping.SPEC))
+    machine.graphs.warmup(ALL)
+    found = machine.logits(*STEPS)
+    assert torch.equal(found, machine.plain(*STEPS))
+    assert not torch.equal(found, Machine().plain(*STEPS))
 
 
 def test_what_is_not_captured_runs_without_a_graph_until_the_device_has_time() -> None:
@@ -180,7 +192,7 @@ def test_logits_are_there_until_the_next_step_only() -> None:
 def test_a_bucket_needs_the_memory_of_one_pass_whatever_the_layers_and_smaller_ones_need_none() -> None:
     bytes_of = {}
     for layers in (3, 9):
-        machine = Machine(layers)
+        machine = Machine((stepping.SPEC,) * layers)
         machine.graphs.warmup([Bucket(16, False)])
         bytes_of[layers] = machine.device.pool_bytes()
     assert bytes_of[3] == bytes_of[9]
@@ -253,7 +265,10 @@ def compiled_model(tmp_path_factory: pytest.TempPathFactory) -> build.Built:
     folder = tiny.make(tmp_path_factory.mktemp("model"), "llama")
     cache = Cache(cache_folder() / "compiled", 1)
     cpu = torch.device("cpu")
-    return build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST, cpu)
+    built = build.build_compiled(folder, "tiny", torch.float32, None, lambda *_: None, cache, build.FAST, cpu)
+    if built.fresh is not None:
+        build.keep(cache, "tiny", built.fresh, None)
+    return built
 
 
 @pytest.mark.parametrize("backend", [CpuAttention, ReferenceAttention])

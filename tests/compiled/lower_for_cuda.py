@@ -1,0 +1,106 @@
+"""The pieces of a tiny model, compiled for a GPU by a torch that has none: what Inductor writes, as JSON.
+
+Run in a process of its own with Triton on the path, because torch is told that there is a GPU: its properties are
+those of an H200, and what would ask a driver is answered here. Indexing is written as functions, since Python's own
+``x[i]`` looks for the device, and Inductor's patterns of whole subgraphs are left out for the same reason.
+"""
+
+import copy
+import json
+import operator
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils._triton
+from torch import Tensor, fx
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import scheduler
+from torch._inductor.fx_passes import joint_graph, post_grad
+from torch._inductor.runtime.hints import DeviceProperties
+
+from compiled import cold, fuse, inductor, move, pieces
+from compiled.stopwatch import Stopwatch
+from compiled.unroll import split_model
+
+H200 = {
+    "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32,
+    "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "total_memory": 141 << 30,
+}  # fmt: skip
+
+
+def pretend() -> None:
+    """That there is an H200."""
+    properties = SimpleNamespace(**H200)
+    hints = DeviceProperties(
+        "cuda", 0, 132, cc=90, major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024, warp_size=32,
+    )  # fmt: skip
+    there: Any = torch
+    there._C._cuda_getCurrentRawStream = lambda index: 0
+    there.cuda.get_device_properties = lambda device=None: properties
+    there.cuda.get_device_capability = lambda device=None: (9, 0)
+    there.cuda.device_count = lambda: 1
+    there.cuda.current_device = lambda: 0
+    there.utils._triton.triton_hash_with_backend = lambda: ""
+    there.utils._triton.has_triton = lambda: True
+    for owner, name, answer in (
+        (DeviceProperties, "create", lambda device: hints),
+        (scheduler, "has_triton", lambda: True),
+        (joint_graph, "lazy_init", lambda *_: None),
+        (post_grad, "lazy_init", lambda *_: None),
+        (CudaInterface, "is_available", lambda: True),
+        (CudaInterface, "current_device", lambda: 0),
+        (CudaInterface, "get_compute_capability", lambda device=None: 90),
+        (CudaInterface, "get_device_properties", lambda device=None: properties),
+        (CudaInterface.Worker, "get_device_properties", lambda device=None: properties),
+        (CudaInterface, "is_bf16_supported", lambda including_emulation=False: True),
+        (CudaInterface, "raise_if_triton_unavailable", lambda device=None: None),
+    ):
+        setattr(owner, name, staticmethod(answer) if isinstance(owner, type) else answer)
+
+
+def index(given: Any, at: Any) -> Any:
+    """``given[at]``."""
+    if not isinstance(given, Tensor):
+        return given[at]
+    at = at if isinstance(at, tuple) else (at,)
+    named = sum(one is not None and one is not Ellipsis for one in at)
+    found, dim = given, 0
+    for one in at:
+        if one is Ellipsis:
+            dim += given.dim() - named
+            continue
+        if one is None:
+            found = found.unsqueeze(dim)
+        elif isinstance(one, slice):
+            found = torch.ops.aten.slice(found, dim, one.start, one.stop, one.step or 1)
+        elif isinstance(one, Tensor):
+            found = torch.ops.aten.index(found, [None] * dim + [one])
+        else:
+            found, dim = found.select(dim, one), dim - 1
+        dim += 1
+    return found
+
+
+def lower(folder: Path, workshop: Path) -> list[dict[str, Any]]:
+    described = cold.describe(folder, torch.bfloat16, None)
+    parts = split_model(described.module, described.choice, described.buffers, Stopwatch())
+    told = []
+    for piece in move.move(fuse.fuse(parts, packing=False), torch.device("cuda", 0)).unique:
+        graph = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
+        for node in graph.graph.nodes:
+            node.target = index if node.target is operator.getitem else node.target
+        graph.recompile()
+        written = inductor.write(graph, pieces.example_inputs(graph), workshop)
+        told.append({"name": piece.name, "source": written.source, "cpp": len(written.kernels)})
+    return told
+
+
+if __name__ == "__main__":
+    pretend()
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.stdout.write(json.dumps(lower(Path(sys.argv[1]), Path(scratch))) + "\n")
