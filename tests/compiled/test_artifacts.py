@@ -328,7 +328,7 @@ def test_code_that_needs_what_is_not_in_it_is_not_kept() -> None:
 
 def test_code_that_would_compile_when_it_is_loaded_is_not_kept() -> None:
     with pytest.raises(inductor.NotPortable, match="it compiles when it is loaded"):
-        inductor.prune("k = async_compile.triton('')\ndef call(args):\n    return k(args)\n", {}, {})
+        inductor.prune("k = async_compile.cutlass('')\ndef call(args):\n    return k(args)\n", {}, {})
 
 
 def test_a_kernel_that_does_not_load_here_is_a_reason_to_compile_again(made: inductor.Generated, folder: Path) -> None:

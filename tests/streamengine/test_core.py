@@ -479,7 +479,9 @@ def test_the_books_are_checked_whenever_the_core_goes_idle(monkeypatch):
 
 @pytest.mark.parametrize("left", [3, 10**9])
 def test_an_idle_core_lets_its_runner_prepare_and_a_message_does_not_wait_for_all_of_it(left):
-    runner, began, done = FakeRunner(), threading.Event(), []
+    runner: Any = FakeRunner()
+    began = threading.Event()
+    done: list[int] = []
 
     def capture_next() -> bool:
         began.set()
