@@ -59,7 +59,7 @@ def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
     monkeypatch.setattr(guided, "REPEATS", 2)
     monkeypatch.setattr(guided, "COMPILES", 2)
     monkeypatch.setattr(guided, "CONTEXT", 0)
-    monkeypatch.setattr(guided, "HOSTILE", guided.HOSTILE[2:])
+    monkeypatch.setattr(guided, "HOSTILE", {name: guided.HOSTILE[name] for name in ("no end", "10,000 values")})
     monkeypatch.setattr(compose, "build_runner", lambda config, report: runner_in(tmp_path))
     monkeypatch.setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
     real = compose.open_engine
@@ -67,8 +67,8 @@ def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
     lines, result = measured("guided")
     assert [row["batch"] for row in result["batches"]] == [1, 8, 32]
     assert all(row["mask_us_per_row"] > 0 and row["guided_ms"] > 0 for row in result["batches"])
-    assert result["hostile"].keys() == {"alone", "beside"}
-    assert len(lines) == 3 + 1 + 2
+    assert result["hostile"].keys() == {"nothing", "no end", "10,000 values", "all of these"}
+    assert len(lines) == 3 + 1 + 4
 
 
 def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):
