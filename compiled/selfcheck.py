@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from compiled.step import PADDING_PAGE, LoadError, Row, Step
 
-CHUNKS = (7, 2, 1, 1, 1, 1, 1)
+CHUNKS = (5, 2, 1, 1, 1, 1, 1)
 """Tokens of the steps: a prompt's chunk, a verified guess, decoding steps."""
 
 HEADROOM = 2.5

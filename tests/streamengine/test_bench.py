@@ -59,7 +59,7 @@ def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
     monkeypatch.setattr(guided, "REPEATS", 2)
     monkeypatch.setattr(guided, "COMPILES", 2)
     monkeypatch.setattr(guided, "CONTEXT", 0)
-    monkeypatch.setattr(guided, "HOSTILE", guided.HOSTILE[2:])
+    monkeypatch.setattr(guided, "HOSTILE", {name: guided.HOSTILE[name] for name in ("no end", "10,000 values")})
     monkeypatch.setattr(compose, "build_runner", lambda config, report: runner_in(tmp_path))
     monkeypatch.setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
     real = compose.open_engine
@@ -67,8 +67,8 @@ def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
     lines, result = measured("guided")
     assert [row["batch"] for row in result["batches"]] == [1, 8, 32]
     assert all(row["mask_us_per_row"] > 0 and row["guided_ms"] > 0 for row in result["batches"])
-    assert result["hostile"].keys() == {"alone", "beside"}
-    assert len(lines) == 3 + 1 + 2
+    assert result["hostile"].keys() == {"nothing", "no end", "10,000 values", "all of these"}
+    assert len(lines) == 3 + 1 + 4
 
 
 def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):
@@ -81,19 +81,26 @@ def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypat
 
 def test_steps_are_held_against_the_ceilings(monkeypatch):
     class Idle(FakeRunner):
+        host_seconds = 0.0
+
         def submit(self, step):
+            self.host_seconds += 0.001 * len(step.rows)
             handle = FakeHandle(self, step)
             handle.result = StepResult(step.number, tuple((0,) for _ in step.rows), 0.0)
             return handle
 
         def statistics(self):
-            return {"read_bytes": 1e6, "flop_per_token": 1e6, "threads": 1}
+            host = {"host_seconds": self.host_seconds, "sample_seconds": 2 * self.host_seconds}
+            return {"read_bytes": 1e6, "flop_per_token": 1e6, "threads": 1, **host}
 
     monkeypatch.setattr(steps, "build_runner", lambda config, report: Idle(fake_kv(400, 16)))
     monkeypatch.setattr(steps, "measure_ceilings", lambda dtype: {"read_gb_s": 1.0, "multiply_gflop_s": 1.0})
     lines, result = measured("steps")
     assert [row["batch"] for row in result["decode"]] == [1, 8, 32]
     assert [row["tokens"] for row in result["prefill"]] == [128, 512, 2048]
+    assert [(round(row["host_us"]), round(row["sample_us"])) for row in result["decode"]] == [
+        (1000 * rows, 2000 * rows) for rows in (1, 8, 32)
+    ]
     assert len(lines) == 7
 
 

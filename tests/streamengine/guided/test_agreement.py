@@ -155,4 +155,4 @@ def test_what_cannot_be_kept_for_everybody_is_refused_with_the_reason(trial: Tri
 
 
 def test_what_is_judged_afterwards_is_not_narrowed() -> None:
-    assert prepare({"pattern": "\\W"}, lenient=True) == '{"pattern":"\\\\W"}'
+    assert prepare({"pattern": "\\W", "minProperties": 2}, lenient=True) == '{"pattern":"\\\\W","minProperties":2}'
