@@ -144,6 +144,7 @@ def test_a_profile_without_pieces_roofs_or_timeline_is_shown_as_far_as_it_goes(t
     show(tab, tmp_path, profile(**empty, calls=tuple(bare), rows=(), tokens=(), ledger={}, startup={}))
     assert tab.locator("#bars .kind").count() == 6
     assert tab.locator("#step, #roof, #pieces").count() == 0
+    assert tab.locator("#verdict .tile").count() == 2
     assert "NaN" not in tab.locator("main").inner_text()
 
 
