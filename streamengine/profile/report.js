@@ -237,7 +237,7 @@ function drawRoofline() {
   const ridge = ceilings.product_gflops / ceilings.read_gbps;
   const [left, right] = [Math.min(...points.map((point) => point.x), ridge) / 3, Math.max(...points.map((point) => point.x), ridge) * 4];
   const [low, high] = [Math.min(...points.map((point) => point.y), roof(left)) / 2, ceilings.product_gflops * 2];
-  const [width, height, edge] = [900, 380, { left: 62, right: 14, top: 12, bottom: 44 }];
+  const [width, height, edge] = [Math.max(340, Math.min(900, at("roofline").clientWidth)), 380, { left: 62, right: 14, top: 12, bottom: 44 }];
   const scale = (from, to, start, end) => (value) => start + ((Math.log(value) - Math.log(from)) / (Math.log(to) - Math.log(from))) * (end - start);
   const x = scale(left, right, edge.left, width - edge.right);
   const y = scale(low, high, height - edge.bottom, edge.top);
@@ -266,7 +266,7 @@ function drawRoofline() {
       svg(`circle.fill.ring.${point.kind.class}`, { cx: x(point.x), cy: y(point.y), r: radius.toFixed(1) }, svg("title", {}, label)),
       svg("text.number", { x: x(point.x), y: y(point.y) + 4, "text-anchor": "middle" }, `${point.kind.rank}`));
   }
-  at("roofline").append(html("div.scroll", {}, chart));
+  at("roofline").append(chart);
 }
 
 const COLUMNS = [

@@ -103,7 +103,7 @@ def test_a_piece_tells_its_layers_its_code_and_how_it_was_compiled(tab: Any, tmp
     assert "missed: threads 1 → 2" in piece.text_content()
     assert "layers29" in piece.text_content()
     piece.locator("text=4 kernels").click()
-    piece.locator("text=cpp_fused_add_mean_mul_pow_rsqrt_0").click()
+    piece.locator("text=cpp_fused__to_copy_add_cat_linear_mean_mul_neg_pow_rsqrt_slice_split_with_sizes_0").click()
     assert piece.locator("pre").first.is_visible()
     assert piece.locator("pre").first.text_content().startswith('extern "C" void kernel')
     assert not piece.locator("pre").last.is_visible()
@@ -155,6 +155,7 @@ def test_it_fits_the_screen_and_has_the_colours_that_are_wished(
 ) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab = show(context.new_page(), tmp_path, profile())
+    tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     brightness = tab.evaluate("parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
     assert (brightness > 200) == (scheme == "light")
