@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,21 +102,18 @@ def profile(
         return
     if batch > config.max_num_seqs:
         raise InvalidRequest(f"batch is {batch}, and max_num_seqs {config.max_num_seqs}", param="batch")
+    if scenario == "mixed" and batch < 2:
+        raise InvalidRequest("mixed needs two requests at once: one that decodes, one that comes", param="batch")
     out.mkdir(parents=True, exist_ok=True)
     load = load_of(scenario, batch, prompt, 2 * steps + 2 * TRACED)
     config = msgspec.structs.replace(config, enable_prefix_caching=load.shared)
-    with _empty_cache(config) if scenario == "startup" else _as_it_is(config) as config:
-        found = anyio.run(_profile, config, load, steps, out)
-    found = msgspec.structs.replace(found, scenario=scenario)
+    with _empty_cache(config) if scenario == "startup" else nullcontext(config) as there:
+        found = anyio.run(_profile, there, load, steps, out)
+    found = msgspec.structs.replace(found, scenario=scenario, model=config.model)
     (out / "profile.json").write_bytes(encode(found))
     (out / "report.html").write_text(report.render(found), encoding="utf-8")
     typer.echo(_line(found), err=True)
     typer.echo(out / "report.html")
-
-
-@contextmanager
-def _as_it_is(config: EngineConfig) -> Iterator[EngineConfig]:
-    yield config
 
 
 @contextmanager

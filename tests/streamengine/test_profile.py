@@ -360,6 +360,7 @@ def test_a_decoding_window_has_a_token_of_each_request_in_every_step(
 ) -> None:
     found = profiled(tmp_path, "--scenario", scenario, "--steps", "6", "--batch", "4", "--context", "30")
     assert (found.scenario, found.steps, found.trace) == (scenario, 6, "trace.json")
+    assert found.model == "smollm2-135m"  # as it was asked for, wherever the checkpoint is
     assert [(bucket.at_most, bucket.steps) for bucket in found.tokens] == [(4, 6)]
     assert [(bucket.at_most, bucket.steps) for bucket in found.rows] == [(4, 6)]
     assert found.overhead is not None
@@ -387,6 +388,7 @@ def test_prompts_of_a_prefix_window_find_their_beginning_in_the_cache(runner: Me
     ("arguments", "complaint"),
     [
         (["--steps", "0"], "greater than or equal to 1"),
+        (["--scenario", "mixed", "--batch", "1"], "mixed needs two requests at once"),
         (["--batch", "99"], "batch is 99, and max_num_seqs 64"),
         (["--context", "250"], "prompt and answer take 340 tokens, the model 256"),
         (["--scenario", "other"], "other"),
