@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -69,9 +70,11 @@ class CudaClock:
 
 @dataclass
 class _Seen:
-    """One step: moments before and after each call; T and R as they were padded."""
+    """One step: ``(start, tokens)`` of its rows, moments before and after each call, T and R as they were padded. Not
+    the step itself, whose rows hold whole sequences."""
 
-    step: Step
+    number: int
+    lengths: list[tuple[int, int]]
     began: Any
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
     tokens: int = 0
@@ -85,6 +88,9 @@ class Recorder:
     The runner tells `begin` of every step, and where that says so goes through what `forward` and `host` made of its
     functions; then it tells `end` or `drop`. Steps end in the order in which they began. ``run`` is the runner's
     forward pass, ``stages`` are the names of the rest of what it does.
+
+    Raises:
+        OSError: the trace cannot be written.
     """
 
     def __init__(
@@ -97,6 +103,8 @@ class Recorder:
         item_bytes: int,
         device: torch.device,
     ) -> None:
+        if measure.trace is not None:
+            Path(measure.trace).write_bytes(b"")  # now, rather than after the last step, it is said that it cannot be
         self._measure, self._run, self._about = measure, run, {one.key: one for one in about}
         self._layers, self._item_bytes, self._device = layers, item_bytes, device
         self._clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
@@ -105,7 +113,7 @@ class Recorder:
         self._names: dict[tuple[int, int], str] = {}
         self._plain: list[float] = []
         self._begun: deque[_Seen | None] = deque()
-        self._now = _Seen(Step(0, ()), None)
+        self._now = _Seen(0, [], None)
         self._ended: list[_Seen] = []
         self._profiler: profile | None = None
         self._kernels = _Kernels(run, self._about)
@@ -123,10 +131,11 @@ class Recorder:
             self._begun.append(None)
             return False
         if self._measure.trace is not None and self._profiler is None:
-            self._profiler = profile(activities=self._activities(), acc_events=True)
+            self._profiler = profile(activities=self._activities())
             self._profiler.start()
             self._kernels.name()
-        self._now = _Seen(step, self._clock.now())
+        lengths = [(row.start, len(row.tokens)) for row in step.rows]
+        self._now = _Seen(step.number, lengths, self._clock.now())
         self._begun.append(self._now)
         return True
 
@@ -187,6 +196,8 @@ class Recorder:
             assert trace is not None
             self._profiler.export_chrome_trace(trace)
             self._profiler = None
+            if not Path(trace).stat().st_size:  # torch only prints an error
+                raise OSError(f"{trace} could not be written")
         return Window(
             places=tuple(self._places),
             pieces=tuple(self._about.values()),
@@ -222,7 +233,7 @@ class Recorder:
     def _named(self, place: int) -> AbstractContextManager[object]:
         if self._measure.trace is None:
             return nullcontext()
-        bucket = _bucket(self._now.tokens or sum(len(row.tokens) for row in self._now.step.rows))
+        bucket = _bucket(self._now.tokens or sum(count for _, count in self._now.lengths))
         name = self._names.setdefault((place, bucket), f"{self._places[place].name} @T={bucket}")
         return record_function(name)
 
@@ -231,8 +242,7 @@ class Recorder:
 
     def _read(self, seen: _Seen) -> MeasuredStep:
         """Work and seconds, which are counted and read now, out of any step's way."""
-        rows = [(row.start, len(row.tokens)) for row in seen.step.rows]
-        attended = {spec: self._attention_work(spec, rows) for spec in set(self._layers)}
+        attended = {spec: self._attention_work(spec, seen.lengths) for spec in set(self._layers)}
         spans = []
         for place, first, second in seen.marks:
             key, work = self._places[place].piece, _NOT_KNOWN
@@ -243,9 +253,8 @@ class Recorder:
             elif self._places[place].kind == "attention":
                 work = attended[self._layers[self._attentions.index(place)]]
             spans.append(Span(place, self._clock.seconds(seen.began, first), self._clock.seconds(first, second), *work))
-        tokens = sum(length for _, length in rows)
-        bucket = _bucket(seen.tokens)
-        return MeasuredStep(seen.step.number, len(rows), tokens, bucket, seen.seconds, tuple(spans))
+        tokens = sum(count for _, count in seen.lengths)
+        return MeasuredStep(seen.number, len(seen.lengths), tokens, _bucket(seen.tokens), seen.seconds, tuple(spans))
 
     def _attention_work(self, spec: AttentionSpec, rows: Sequence[tuple[int, int]]) -> tuple[int, int]:
         return attention_work(

@@ -143,6 +143,7 @@ class CpuRunner:
 
     def profile(self, measure: Measure) -> None:
         """See `compiled.timeline.Profiled`."""
+        self.profiled(stop=True)
         keys, _ = self._store.layers[0]
         self._recorder = Recorder(
             measure, self._stages.run, HOST, self._about, self._layers, keys.itemsize, device=keys.device

@@ -18,6 +18,7 @@ from streamengine.link import CoreLink
 
 def main(build: BuildRunner = build_runner) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars would mix with ours; progress goes over the link
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr when it starts and stops
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a checkpoint is said in one line
     logging.basicConfig(level=logging.INFO, format="core: %(message)s", stream=sys.stderr)
     logging.getLogger("compiled").setLevel(logging.INFO)

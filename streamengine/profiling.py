@@ -54,7 +54,7 @@ class Profiling:
                 return None
             self._asked = None
             if window is None or not window.steps:
-                raise QueueTimeout("no step ran in the time that the profile was given")
+                raise QueueTimeout("no step was measured in the time that the profile was given")
             return Profiled(asked.number, self._document(asked, window))
         except Exception as error:
             self._asked = None

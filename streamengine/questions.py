@@ -1,5 +1,6 @@
 """What the core is asked beside requests: its statistics, and a profile of its next steps."""
 
+import os
 from collections.abc import Callable
 from typing import TypedDict, Unpack
 
@@ -7,7 +8,7 @@ import anyio
 
 from compiled.timeline import MAX_STEPS, Measure
 from streamengine.bell import Reply
-from streamengine.checks import exact_integer
+from streamengine.checks import exact_integer, exact_number
 from streamengine.errors import Conflict, QueueTimeout, StreamEngineError, from_code
 from streamengine.link import AskProfile, AskStatistics, EndProfile, Profiled, Statistics, ToCore
 from streamengine.profile.record import Profile
@@ -25,7 +26,7 @@ class How(TypedDict, total=False):
     """So many steps are timed unmeasured before, to tell what measuring costs."""
     ceilings: bool
     """Measure what the machine can do afterwards; every request waits about a second for that."""
-    trace: str | None
+    trace: str | os.PathLike[str] | None
     """Where the core writes a Chrome trace by torch's profiler, which makes the steps slower."""
 
 
@@ -52,25 +53,25 @@ class Questions:
         """What the next ``steps`` steps cost, as many of them as come in time. What they compute stays the same.
 
         Raises:
-            InvalidRequest: no steps, or more than `compiled.timeline.MAX_STEPS`.
+            InvalidRequest: no steps, or more than `compiled.timeline.MAX_STEPS`; no time.
             Conflict: another profile is being taken.
             QueueTimeout: there was no step.
             UnsupportedFeature: the runner is one that cannot be measured.
             EngineFailure: the core died, or the trace cannot be written.
         """
         options = DEFAULTS | how
-        timeout_s = options["timeout_s"]
+        timeout_s = exact_number("timeout_s", options["timeout_s"], 0, 1e6, above=True)
         measure = Measure(
             exact_integer("steps", steps, 1, MAX_STEPS),
             exact_integer("plain_steps", options["plain_steps"], 0, MAX_STEPS),
-            options["trace"],
+            None if options["trace"] is None else os.fspath(options["trace"]),
         )
         if self._profile is not None:
             raise Conflict("a profile is being taken, and only one can be at a time")
         reply = self._profile = Reply()
         self._profiles += 1
-        self._post(AskProfile(self._profiles, measure, options["ceilings"]))
         try:
+            self._post(AskProfile(self._profiles, measure, options["ceilings"]))
             with anyio.move_on_after(timeout_s):
                 return await reply.wait()
             self._post(EndProfile(self._profiles))

@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,21 +102,18 @@ def profile(
         return
     if batch > config.max_num_seqs:
         raise InvalidRequest(f"batch is {batch}, and max_num_seqs {config.max_num_seqs}", param="batch")
+    if scenario == "mixed" and batch < 2:
+        raise InvalidRequest("mixed needs two requests at once: one that decodes, one that comes", param="batch")
     out.mkdir(parents=True, exist_ok=True)
     load = load_of(scenario, batch, prompt, 2 * steps + 2 * TRACED)
     config = msgspec.structs.replace(config, enable_prefix_caching=load.shared)
-    with _empty_cache(config) if scenario == "startup" else _as_it_is(config) as config:
-        found = anyio.run(_profile, config, load, steps, out)
-    found = msgspec.structs.replace(found, scenario=scenario)
+    with _empty_cache(config) if scenario == "startup" else nullcontext(config) as there:
+        found = anyio.run(_profile, there, load, steps, out)
+    found = msgspec.structs.replace(found, scenario=scenario, model=config.model)
     (out / "profile.json").write_bytes(encode(found))
     (out / "report.html").write_text(report.render(found), encoding="utf-8")
     typer.echo(_line(found), err=True)
     typer.echo(out / "report.html")
-
-
-@contextmanager
-def _as_it_is(config: EngineConfig) -> Iterator[EngineConfig]:
-    yield config
 
 
 @contextmanager
@@ -135,16 +132,16 @@ def _empty_cache(config: EngineConfig) -> Iterator[EngineConfig]:
 
 
 async def _profile(config: EngineConfig, load: Load, steps: int, out: Path) -> Profile:
-    async with open_engine(config) as engine:
-        _check_fit(engine, load)
-        async with _clients(engine, load):
-            found = await engine.profile(steps, plain_steps=steps, timeout_s=TIMEOUT_S)
-            trace = str((out / "trace.json").resolve())
-            await engine.profile(TRACED, ceilings=False, trace=trace, timeout_s=TIMEOUT_S)
+    async with open_engine(config) as engine, _clients(engine, load, _room(engine, load)):
+        found = await engine.profile(steps, plain_steps=steps, timeout_s=TIMEOUT_S)
+        trace = (out / "trace.json").resolve()  # the core writes it
+        await engine.profile(TRACED, ceilings=False, trace=trace, timeout_s=TIMEOUT_S)
     return msgspec.structs.replace(found, trace="trace.json")
 
 
-def _check_fit(engine: Engine, load: Load) -> None:
+def _room(engine: Engine, load: Load) -> int:
+    """Tokens of an answer that never ends within the window: as many as the model and each one's share of the pool
+    allow. Raises `InvalidRequest` where that is less than the window needs."""
     length, page = load.context + load.tokens + SUFFIX, engine.kv.page_size
     if length > engine.model.max_model_len:
         most = engine.model.max_model_len
@@ -154,10 +151,11 @@ def _check_fit(engine: Engine, load: Load) -> None:
         raise InvalidRequest(
             f"{load.batch} requests of {length} tokens need {needed} KV pages, not {there}", param="batch"
         )
+    return min(engine.model.max_model_len, there // load.batch * page) - load.context - SUFFIX
 
 
 @asynccontextmanager
-async def _clients(engine: Engine, load: Load) -> AsyncIterator[None]:
+async def _clients(engine: Engine, load: Load, room: int) -> AsyncIterator[None]:
     """Requests are there all the time, inside; at first those that decode have come to their answer."""
     source, failures = random.Random(0), list[StreamEngineError]()
     prefix = _ids(source, engine, load.context) if load.shared else ()
@@ -182,7 +180,7 @@ async def _clients(engine: Engine, load: Load) -> AsyncIterator[None]:
         try:
             begun = [anyio.Event() for _ in range(load.batch)]
             for number, started in enumerate(begun):
-                tasks.start_soon(client, load.tokens if number < load.decoding else 1, started)
+                tasks.start_soon(client, room if number < load.decoding else 1, started)
             for started in begun[: load.decoding]:
                 await started.wait()
             yield

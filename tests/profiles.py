@@ -107,7 +107,13 @@ def pieces() -> tuple[Piece, ...]:
             bytes="7077888 + 5184*T",
             flops="7077888*T + 11520*T",
             uncounted=("aten.sin", "aten.cos") if key == "first" else (),
-            kernels=tuple(Kernel(name=f"cpp_fused_add_mean_mul_pow_rsqrt_{i}", source=kernel) for i in range(4)),
+            kernels=tuple(
+                Kernel(
+                    name=f"cpp_fused__to_copy_add_cat_linear_mean_mul_neg_pow_rsqrt_slice_split_with_sizes_{i}",
+                    source=kernel,
+                )
+                for i in range(4)
+            ),
             graph="graph():\n    %hidden : [num_users=2] = placeholder[target=hidden]\n    return (linear,)\n",
             code="def call(args):\n    arg0_1, arg1_1 = args\n    args.clear()\n    return (buf0,)\n",
             compile=missed if key == "last" else hit,

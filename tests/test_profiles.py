@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,10 +14,12 @@ from compiled.recipe import Run
 from compiled.runner import CpuRunner, RunnerOptions, build_runner
 from compiled.step import Row, Sampling, Step
 from compiled.timeline import Measure
+from profiles import compare as comparison
 from profiles import harness
+from streamengine import scenarios
 from streamengine.errors import InvalidRequest
 from streamengine.profile.diff import compare, share
-from streamengine.profile.record import Hardware, Profile, read
+from streamengine.profile.record import Hardware, Profile, encode, read
 from streamengine.profile.summary import Circumstances, summarise
 from tests.compiled import tiny
 from tests.profiles import LAST, burning, profile
@@ -110,6 +113,53 @@ def test_a_baseline_is_named_after_its_hardware_and_compares_with_what_it_was_ma
     assert {change.name for change in compare(kept, profile(burning("lm_head", 1e-3))).changes if change.slower} == {
         LAST
     }
+
+
+def test_scenarios_are_compared_with_what_was_kept_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    today = [profile()]
+
+    def run(scenario: harness.Scenario, model: str, runs: int) -> Path:
+        (tmp_path / "profile.json").write_bytes(encode(today[-1]))
+        return tmp_path
+
+    def compared(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["compare", "decode", *arguments])
+        return comparison.main(), capsys.readouterr().out
+
+    monkeypatch.setattr(harness, "run", run)
+    monkeypatch.setattr(harness, "HERE", tmp_path)
+    monkeypatch.setattr(harness, "BASELINES", tmp_path / "baselines")
+    status, told = compared()
+    assert status == 0 and "there is none for this machine" in told
+    assert compared("--keep")[0] == 0
+    assert compared()[0] == 0
+    today.append(profile(burning("lm_head", 1e-3)))
+    status, told = compared()
+    assert status == 1 and f"{LAST} @T≤8" in told
+    assert compared("--threshold", "80%")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(harness.__file__).parent / "scenarios").glob("*.py")), ids=lambda path: path.stem
+)
+def test_every_scenario_is_one_that_the_command_line_knows(path: Path) -> None:
+    scenario = import_module(f"profiles.scenarios.{path.stem}").SCENARIO
+    assert scenario.name == path.stem
+    assert scenario.kind in get_args(scenarios.Name)
+    options = dict(zip(scenario.options[::2], map(int, scenario.options[1::2]), strict=True))
+    assert options.keys() <= {"--batch", "--context"}
+    load = scenarios.load_of(scenario.kind, options.get("--batch", 8), options.get("--context"), 2 * scenario.steps)
+    assert load.context + load.tokens < 2048, "of a sequence, in what the smallest model has"
+
+
+@pytest.mark.parametrize("path", sorted(harness.BASELINES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_baseline_can_be_read_and_is_where_it_would_be_looked_for(path: Path) -> None:
+    kept = read(path)
+    name = path.stem.split("--")[0]
+    assert harness.baseline(import_module(f"profiles.scenarios.{name}").SCENARIO, kept) == path
+    assert not compare(kept, kept).slower
 
 
 @pytest.mark.parametrize("text", ["5", "0%", "-1%", "much", ""])

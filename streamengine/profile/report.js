@@ -82,13 +82,14 @@ const layersOf = (places) => {
   const numbers = [...new Set(places.flatMap((place) => [...place.matchAll(/layers\.(\d+)/g)].map((found) => +found[1])))];
   return ranges(numbers.sort((a, b) => a - b));
 };
+const span = (from, to) => (from === to ? `${from}` : `${from}–${to}`);
 const ranges = (numbers) => {
   const parts = [];
   for (const number of numbers) {
     if (parts.length && number === parts.at(-1)[1] + 1) parts.at(-1)[1] = number;
     else parts.push([number, number]);
   }
-  return parts.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(", ");
+  return parts.map(([from, to]) => span(from, to)).join(", ");
 };
 
 function drawHead() {
@@ -113,8 +114,9 @@ function drawHead() {
     says.push(`${seconds((worst.total - worst.needed) / steps)} above it`);
   }
   const tiles = [[seconds(step.p50), "median step", `${seconds(step.min)} to ${seconds(step.max)}`]];
-  const needed = sum(kinds.map((kind) => kind.needed));
-  if (needed) tiles.push([percent(needed / whole), "of the roofs", `read ${digits(ceilings.read_gbps)} GB/s, product ${digits(ceilings.product_gflops)} GFLOP/s`]);
+  const roofed = kinds.filter((kind) => kind.needed !== undefined);
+  const needed = sum(roofed.map((kind) => kind.needed));
+  if (sum(roofed.map((kind) => kind.total)) > whole / 2) tiles.push([percent(needed / whole), "of the roofs", `read ${digits(ceilings.read_gbps)} GB/s, product ${digits(ceilings.product_gflops)} GFLOP/s`]);
   const outside = sum(kinds.filter((kind) => kind.kind === "host").map((kind) => kind.total));
   tiles.push([percent(outside / whole), "host and gaps", `${seconds(outside / steps)} a step`]);
   at("verdict").append(
@@ -235,7 +237,7 @@ function drawRoofline() {
   const ridge = ceilings.product_gflops / ceilings.read_gbps;
   const [left, right] = [Math.min(...points.map((point) => point.x), ridge) / 3, Math.max(...points.map((point) => point.x), ridge) * 4];
   const [low, high] = [Math.min(...points.map((point) => point.y), roof(left)) / 2, ceilings.product_gflops * 2];
-  const [width, height, edge] = [900, 380, { left: 62, right: 14, top: 12, bottom: 44 }];
+  const [width, height, edge] = [Math.max(340, Math.min(900, at("roofline").clientWidth)), 380, { left: 62, right: 14, top: 12, bottom: 44 }];
   const scale = (from, to, start, end) => (value) => start + ((Math.log(value) - Math.log(from)) / (Math.log(to) - Math.log(from))) * (end - start);
   const x = scale(left, right, edge.left, width - edge.right);
   const y = scale(low, high, height - edge.bottom, edge.top);
@@ -264,7 +266,7 @@ function drawRoofline() {
       svg(`circle.fill.ring.${point.kind.class}`, { cx: x(point.x), cy: y(point.y), r: radius.toFixed(1) }, svg("title", {}, label)),
       svg("text.number", { x: x(point.x), y: y(point.y) + 4, "text-anchor": "middle" }, `${point.kind.rank}`));
   }
-  at("roofline").append(html("div.scroll", {}, chart));
+  at("roofline").append(chart);
 }
 
 const COLUMNS = [
@@ -367,7 +369,7 @@ drawTimeline();
 drawRoofline();
 drawTable();
 drawPieces();
-const buckets = (list) => list.map(({ at_most: most, steps }, i) => [ranges([i ? list[i - 1].at_most + 1 : 1, most]).replace(", ", "–"), steps]);
+const buckets = (list) => list.map(({ at_most: most, steps }, i) => [span(i ? list[i - 1].at_most + 1 : 1, most), steps]);
 amounts(at("rows"), buckets(profile.rows), (count) => plural(count, "step"));
 amounts(at("tokens"), buckets(profile.tokens), (count) => plural(count, "step"));
 amounts(at("ledger"), Object.entries(profile.ledger).sort((a, b) => b[1] - a[1]).map(([name, value]) => [name.replace(/_bytes$/, "").replaceAll("_", " "), value]), bytes);

@@ -103,7 +103,7 @@ def test_a_piece_tells_its_layers_its_code_and_how_it_was_compiled(tab: Any, tmp
     assert "missed: threads 1 → 2" in piece.text_content()
     assert "layers29" in piece.text_content()
     piece.locator("text=4 kernels").click()
-    piece.locator("text=cpp_fused_add_mean_mul_pow_rsqrt_0").click()
+    piece.locator("text=cpp_fused__to_copy_add_cat_linear_mean_mul_neg_pow_rsqrt_slice_split_with_sizes_0").click()
     assert piece.locator("pre").first.is_visible()
     assert piece.locator("pre").first.text_content().startswith('extern "C" void kernel')
     assert not piece.locator("pre").last.is_visible()
@@ -144,6 +144,7 @@ def test_a_profile_without_pieces_roofs_or_timeline_is_shown_as_far_as_it_goes(t
     show(tab, tmp_path, profile(**empty, calls=tuple(bare), rows=(), tokens=(), ledger={}, startup={}))
     assert tab.locator("#bars .kind").count() == 6
     assert tab.locator("#step, #roof, #pieces").count() == 0
+    assert tab.locator("#verdict .tile").count() == 2
     assert "NaN" not in tab.locator("main").inner_text()
 
 
@@ -154,6 +155,7 @@ def test_it_fits_the_screen_and_has_the_colours_that_are_wished(
 ) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab = show(context.new_page(), tmp_path, profile())
+    tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     brightness = tab.evaluate("parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
     assert (brightness > 200) == (scheme == "light")

@@ -183,6 +183,13 @@ def test_a_trace_names_every_call_by_place_and_bucket_and_every_kernel(warm: Cpu
     assert [scope == was for scope, was in zip(scopes, before, strict=True)] == [True] * len(scopes)
 
 
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_measured(warm: CpuRunner, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"trace\.json"):
+        warm.profile(Measure(steps=1, trace=str(tmp_path / "nowhere" / "trace.json")))
+    run(warm, 1)
+    assert warm.profiled(stop=True) is None
+
+
 def vars_of(function: Call) -> dict[str, Any]:
     scope: dict[str, Any] = getattr(function, "__func__", function).__globals__
     return scope

@@ -4,7 +4,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,23 +168,24 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_eight_streams_that_run_while_a_profile_is_taken_lose_no_token() -> None:
-    runner, texts = measured_runner(), dict[str, str]()
+    runner, texts, profiles = measured_runner(), dict[str, str](), list[Profile]()
     async with engine_of(runner) as engine:
-        begun = [anyio.Event() for _ in range(8)]
 
-        async def read(prompt: str, started: anyio.Event) -> None:
+        async def read(prompt: str) -> None:
             texts[prompt] = ""
             async for delta in engine.stream(prompt, sampling=SamplingParams(temperature=0, max_tokens=200)):
-                started.set()
                 texts[prompt] += delta.text
+
+        async def profile() -> None:
+            profiles.append(await engine.profile(40, plain_steps=30))
 
         with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
-                for number, started in enumerate(begun):
-                    tasks.start_soon(read, f"prompt {number}", started)
-                for started in begun:
-                    await started.wait()
-                found = await engine.profile(40, plain_steps=3)
+                tasks.start_soon(profile)
+                await anyio.wait_all_tasks_blocked()
+                for number in range(8):
+                    tasks.start_soon(read, f"prompt {number}")
+    (found,) = profiles
     assert texts == {prompt: bytes(oracle(prompt.encode(), 200)).decode() for prompt in texts}
     assert (len(texts), found.steps, found.model, found.scenario) == (8, 40, "fake", "live")
     assert found.overhead is not None
@@ -200,7 +201,7 @@ async def test_as_many_steps_are_told_as_came_in_time() -> None:
                 found: list[Profile] = []
 
                 async def profile() -> None:
-                    found.append(await engine.profile(1000, timeout_s=0.5))
+                    found.append(await engine.profile(1000, timeout_s=1.5))
 
                 tasks.start_soon(profile)
                 await anyio.wait_all_tasks_blocked()
@@ -261,6 +262,8 @@ async def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
     async with engine_of(measured_runner()) as engine:
         with anyio.fail_after(30), pytest.raises(InvalidRequest, match="steps must be"):
             await engine.profile(steps)
+        with anyio.fail_after(30), pytest.raises(InvalidRequest, match="timeout_s must be"):
+            await engine.profile(1, timeout_s=0)
 
 
 # over HTTP
@@ -277,29 +280,28 @@ def post(served: Served, body: Any, **headers: str) -> tuple[int, Any]:
             return error.code, json.loads(error.read())["error"]
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with serving(engine_over(measured_runner())) as running:
-        yield running
-
-
-def test_a_server_answers_with_the_document_of_the_next_steps(served: Served) -> None:
-    with served.connect() as client:
-        client.generate(max_tokens=200)
-        client.until("delta")
-        status, body = post(served, {"steps": 20, "plain_steps": 2})
+def test_a_server_answers_with_the_document_of_the_next_steps() -> None:
+    runner, answers = measured_runner(), list[tuple[int, Any]]()
+    with serving(engine_over(runner)) as served, served.connect() as client:
+        asker = threading.Thread(target=lambda: answers.append(post(served, {"steps": 20, "plain_steps": 2})))
+        asker.start()
+        eventually(lambda: runner.measure is not None)
+        client.generate(max_tokens=100)
         client.until("done")
+        asker.join(20)
+    ((status, body),) = answers
     found = decode(body)
     assert (status, found.steps, found.scenario, found.ceilings) == (200, 20, "live", None)
 
 
-def test_a_server_says_what_is_wrong_with_a_question(served: Served) -> None:
-    status, error = post(served, {"steps": 0})
-    assert (status, error["code"], error["param"]) == (400, "invalid_request", "steps")
-    status, error = post(served, {"trace": "/etc/passwd"})
-    assert (status, error["code"], error["param"]) == (400, "invalid_request", "trace")
-    status, error = post(served, {"timeout_s": 0.05})
-    assert (status, error["code"]) == (503, "queue_timeout")
+def test_a_server_says_what_is_wrong_with_a_question() -> None:
+    with serving(engine_over(measured_runner())) as served:
+        status, error = post(served, {"steps": 0})
+        assert (status, error["code"], error["param"]) == (400, "invalid_request", "steps")
+        status, error = post(served, {"trace": "/etc/passwd"})
+        assert (status, error["code"], error["param"]) == (400, "invalid_request", "trace")
+        status, error = post(served, {"timeout_s": 0.05})
+        assert (status, error["code"]) == (503, "queue_timeout")
 
 
 def test_a_second_profile_is_a_conflict_and_whoever_leaves_ends_the_first() -> None:
@@ -335,8 +337,8 @@ def test_profiles_are_for_admins_where_there_are_keys(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> MeasuredRunner:
-    """What every scenario runs on."""
-    fake = measured_runner()
+    """What every scenario runs on. It is fast: an answer of 4000 tokens outlasts a message to the core."""
+    fake = MeasuredRunner(kv=fake_kv(pages=4097, page_size=16), model=fake_model(4200))
 
     @asynccontextmanager
     async def open_engine(config: EngineConfig) -> AsyncIterator[Engine]:
@@ -360,6 +362,7 @@ def test_a_decoding_window_has_a_token_of_each_request_in_every_step(
 ) -> None:
     found = profiled(tmp_path, "--scenario", scenario, "--steps", "6", "--batch", "4", "--context", "30")
     assert (found.scenario, found.steps, found.trace) == (scenario, 6, "trace.json")
+    assert found.model == "smollm2-135m"  # as it was asked for, wherever the checkpoint is
     assert [(bucket.at_most, bucket.steps) for bucket in found.tokens] == [(4, 6)]
     assert [(bucket.at_most, bucket.steps) for bucket in found.rows] == [(4, 6)]
     assert found.overhead is not None
@@ -387,8 +390,9 @@ def test_prompts_of_a_prefix_window_find_their_beginning_in_the_cache(runner: Me
     ("arguments", "complaint"),
     [
         (["--steps", "0"], "greater than or equal to 1"),
+        (["--scenario", "mixed", "--batch", "1"], "mixed needs two requests at once"),
         (["--batch", "99"], "batch is 99, and max_num_seqs 64"),
-        (["--context", "250"], "prompt and answer take 340 tokens, the model 256"),
+        (["--context", "4150"], "prompt and answer take 4240 tokens, the model 4200"),
         (["--scenario", "other"], "other"),
     ],
 )
