@@ -1,6 +1,7 @@
 """What a runner counts, for `Runner.statistics`: of the steps since it began to serve."""
 
 import logging
+from operator import attrgetter
 
 from compiled.compilations import Watch
 from compiled.step import Step
@@ -33,7 +34,7 @@ class Meter:
     def launched(self, step: Step, host_seconds: float) -> None:
         """``host_seconds``: what the host did for it, apart from waiting."""
         self._steps += 1
-        self._tokens += sum(len(row.tokens) for row in step.rows)
+        self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._host_seconds += host_seconds
         for what in self._watch.look() if self._watch is not None else ():
             self._compilations += 1
