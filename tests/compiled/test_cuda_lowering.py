@@ -89,7 +89,7 @@ def examples(piece: Any) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not TRITON.exists(), reason="Triton is not there; get it with: make triton")
+@pytest.mark.skipif(not (TRITON / "triton").exists(), reason="Triton is not there; get it with: make triton")
 def test_inductor_writes_triton_kernels_that_are_kept_as_text(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path, "llama")
     path = os.pathsep.join([str(ROOT), str(ROOT / "sdk"), str(TRITON)])
