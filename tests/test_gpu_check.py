@@ -22,7 +22,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError({name!r})")
     env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "profiles" / "gpu_check.py"), "--dry-run", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, env=env, check=False)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == (0 if told["ok"] else 1)
     return told, done.stdout
@@ -106,10 +106,12 @@ def test_a_goal_that_nothing_was_measured_for_is_not_met_and_not_missed() -> Non
     assert sorted(map(str, met.values())) == ["False", "None", "None", "True"]
 
 
+@pytest.mark.timeout(300)
 def test_every_section_runs_through_on_the_recording_device(tmp_path: Path) -> None:
     told, output = run(tmp_path)
     assert told["failed"] == {}, output
     assert set(told["facts"]) == set(gpu_check.SECTIONS)
     assert told["device"] == "recording" and "goals" not in told
     assert told["facts"]["float32"]["greedy_tokens_equal"] > 0
-    assert told["facts"]["graphs"]["difference_when_repeated"] == 0
+    assert told["facts"]["graphs"]["difference"] == {"with": 0, "pieces": 0, "again": 0}
+    assert set(told["facts"]["conformance"]["runs"].values()) == {1}

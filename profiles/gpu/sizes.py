@@ -105,5 +105,5 @@ DRY = Sizes(
     read_bytes=32 * 2**20,
     side=256,
     rows=(1, 3, 6),
-    conformance_s=3,
+    conformance_s=0.1,
 )
