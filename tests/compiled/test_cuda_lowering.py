@@ -120,7 +120,7 @@ def test_inputs_that_do_not_lie_as_the_kernels_assume_are_copied() -> None:
         return (7,)
 
     space: dict[str, Any] = {"call": call}
-    exec(inductor._ALIGN.format(numbers=(0, 2)), space)  # noqa: S102
+    exec(inductor._ALIGN.format(numbers=(0, 2)), space)
     whole = torch.arange(40.0).view(4, 10)
     given = [whole[:, 1:], whole[:, 1:], whole]
     assert space["call"](list(given)) == (7,)
