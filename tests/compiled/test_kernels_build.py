@@ -279,6 +279,5 @@ def test_a_real_module_is_built_without_a_gpu_and_asks_for_nothing_but_cudas_run
     assert {"plan", "paged_run"} <= functions
     dynamic = subprocess.run(["readelf", "-d", library], text=True, capture_output=True, check=True).stdout
     needed = {name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.*)\]", dynamic)}
-    assert needed <= {"libcudart", "libcuda", "libstdc++", "libm", "libgcc_s", "libc"}, needed
-    code = subprocess.run(["cuobjdump", "--list-elf", library], text=True, capture_output=True, check=False)
-    assert code.returncode != 0 or "sm_90a" in code.stdout
+    assert needed <= {"libcudart", "libstdc++", "libm", "libgcc_s", "libc"}, needed
+    assert b"sm_90a" in Path(library).read_bytes()
