@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from profiles import gpu_check
+from compiled.attention.modules import Built
+from profiles import gpu_check, gpu_pack
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = ("gguf", "llguidance", "prometheus_client", "starlette", "uvicorn", "websockets")
@@ -115,3 +116,39 @@ def test_every_section_runs_through_on_the_recording_device(tmp_path: Path) -> N
     assert told["facts"]["float32"]["greedy_tokens_equal"] > 0
     assert told["facts"]["graphs"]["difference"] == {"with": 0, "pieces": 0, "again": 0}
     assert set(told["facts"]["conformance"]["runs"].values()) == {1}
+
+
+def site(tmp_path: Path) -> Path:
+    """As if FlashInfer had been installed there."""
+    for name in (
+        "flashinfer/prefill.py", "flashinfer/tuning.json", "flashinfer/kernel.cu", "flashinfer/data/build.py",
+        "flashinfer/data/csrc/batch_prefill.cu", "flashinfer/data/csrc/config.jinja", "flashinfer/data/csrc/gemm.cu",
+        "flashinfer_python-9.9.dist-info/METADATA", "pynvml.py", "other.py",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_the_archive_for_a_bare_machine_leaves_out_what_only_a_compiler_reads(tmp_path: Path) -> None:
+    assert {name for _, name in gpu_pack.python_files(site(tmp_path))} == {
+        "flashinfer/prefill.py",
+        "flashinfer/tuning.json",
+        "flashinfer/data/csrc/batch_prefill.cu",
+        "flashinfer/data/csrc/config.jinja",
+        "flashinfer_python-9.9.dist-info/METADATA",
+        "pynvml.py",
+    }
+
+
+def test_modules_of_another_flashinfer_are_not_packed(tmp_path: Path) -> None:
+    library = tmp_path / "name" / "name.so"
+    library.parent.mkdir()
+    library.touch()
+    Built("9.9", "9.0a").write(library)
+    names = [name for _, name in gpu_pack.modules(tmp_path, "9.9")]
+    assert names == ["flashinfer/data/aot/name/built.json", "flashinfer/data/aot/name/name.so"]
+    with pytest.raises(SystemExit, match=r"was built by flashinfer 9\.9, not 9\.8"):
+        list(gpu_pack.modules(tmp_path, "9.8"))
+    with pytest.raises(SystemExit, match="has no NAME/NAME"):
+        list(gpu_pack.modules(tmp_path / "name", "9.9"))
