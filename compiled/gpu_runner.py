@@ -280,6 +280,7 @@ class GpuRunner:
 
     def warmup(self) -> None:
         """The few graphs to start with, and every kind of sampling. Nothing is kept of what it counted."""
+        self._meter.prepare()
         with torch.inference_mode():
             self._passes.warmup()
         for step in rehearsal.warm_up(self.kv.page_size):

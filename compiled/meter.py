@@ -25,6 +25,10 @@ class Meter:
         """Add to what `statistics` tells."""
         self._facts.update(facts)
 
+    def prepare(self) -> None:
+        """What is compiled from here on is compiled in time."""
+        self._watch = None
+
     def serve(self) -> None:
         """Warm-up is over: count from here on, also what is compiled."""
         self.note(warmup_seconds=self._seconds)
