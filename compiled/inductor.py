@@ -198,7 +198,7 @@ def _portable(result: Any) -> Written:
     """``result`` is Inductor's ``CompiledFxGraph``."""
     if result.torchbind_constants or result.opaque_value_type_classes or result.frozen_param_names:
         raise NotPortable("it holds objects that are no tensors")
-    call, aligned = result.current_callable, ()
+    call, aligned = result.current_callable, tuple[int, ...]()
     if not hasattr(call, "__func__"):  # torch 2.11 wraps what cannot read misaligned inputs, later ones say it in text
         call, aligned = inspect.getclosurevars(call).nonlocals["model"], tuple(result.inputs_to_check)
     noted = {name: value for name, value in call.__func__.__globals__.items() if isinstance(value, Kernel)}
