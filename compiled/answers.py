@@ -1,7 +1,7 @@
 """What came out of a step, as its rows asked for it."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from compiled.batch import Batch
@@ -18,16 +18,15 @@ def answer(
     logprobs: Sequence[Logprob | None],
     seconds: float,
 ) -> StepResult:
-    """The result of step ``number``: row i of ``batch`` is the step's row ``order[i]``. ``tokens`` are those of all
+    """The result of step ``number``: row i of ``batch`` is the step's row ``order[i]``, a range if none was moved.
+    ``tokens`` are those of all
     rows that are sampled, ``logprobs`` those of all logit rows, or none."""
+    found = _arrange(_per_row(tokens, batch.samples), order)
+    if not logprobs:
+        return StepResult(number, found, seconds)
     sampled = sum(batch.samples)
-    return StepResult(
-        number,
-        _arrange(_per_row(tokens, batch.samples), order),
-        seconds,
-        _asked(_arrange(_per_row(logprobs[:sampled], batch.samples), order)),
-        _asked(_arrange(_per_row(logprobs[sampled:], batch.scores), order)),
-    )
+    drawn, scored = _per_row(logprobs[:sampled], batch.samples), _per_row(logprobs[sampled:], batch.scores)
+    return StepResult(number, found, seconds, _asked(_arrange(drawn, order)), _asked(_arrange(scored, order)))
 
 
 def logit_rows(batch: Batch, order: Sequence[int]) -> list[int]:
@@ -38,13 +37,15 @@ def logit_rows(batch: Batch, order: Sequence[int]) -> list[int]:
     return [row for of_row in (*sampled, *scored) for row in of_row]
 
 
-def _per_row(items: Iterable[_T], counts: Iterable[int]) -> Iterator[tuple[_T, ...]]:
+def _per_row(items: Sequence[_T], counts: Sequence[int]) -> list[tuple[_T, ...]]:
     """The next ``counts[i]`` items for row i."""
-    rest = iter(items)
-    return (tuple(islice(rest, count)) for count in counts)
+    ends = accumulate(counts)
+    return list(map(tuple(items).__getitem__, map(slice, accumulate(counts, initial=0), ends)))
 
 
-def _arrange(rows: Iterable[tuple[_T, ...]], order: Sequence[int]) -> tuple[tuple[_T, ...], ...]:
+def _arrange(rows: Sequence[tuple[_T, ...]], order: Sequence[int]) -> tuple[tuple[_T, ...], ...]:
+    if isinstance(order, range):
+        return tuple(rows)
     arranged: list[tuple[_T, ...]] = [()] * len(order)
     for place, row in zip(order, rows, strict=True):
         arranged[place] = row

@@ -1,7 +1,8 @@
 """What this process has compiled, so that a compile while requests wait is seen instead of felt.
 
 A served step calls functions that are there already, so none of this ever runs then; where torch's compiler was
-never imported there is not even anything to ask. Looking costs a microsecond and installs nothing in torch.
+never imported there is not even anything to ask. Looking costs a microsecond and installs nothing in torch. Triton
+tells a listener, where it is there: it compiles a kernel again for other strides or another alignment.
 """
 
 import sys
@@ -17,10 +18,14 @@ _TIMED = {
 """Keys of the table in which torch keeps the seconds of each such event."""
 
 
+_by_triton: list[str] = []
+
+
 class Watch:
     """Everything that is compiled in this process, in whichever thread, from its making on."""
 
     def __init__(self) -> None:
+        _listen()
         self._seen = _counts()
 
     def look(self) -> list[str]:
@@ -34,11 +39,22 @@ class Watch:
             for (key, what), seen in zip(_TIMED.items(), before, strict=False)
             for seconds in _seconds(key)[seen if seen <= len(_seconds(key)) else 0 :]  # torch can be reset
         ]
-        return _with_name(lines) + [f"{name} was built" for name in native.built[before[-1] :]]
+        lines = _with_name(lines) + [f"{name} was built" for name in native.built[before[-2] :]]
+        return lines + [f"Triton compiled {name}" for name in _by_triton[before[-1] :]]
 
 
 def _counts() -> list[int]:
-    return [*(len(_seconds(key)) for key in _TIMED), len(native.built)]
+    return [*(len(_seconds(key)) for key in _TIMED), len(native.built), len(_by_triton)]
+
+
+def _listen() -> None:
+    compilation: Any = getattr(getattr(sys.modules.get("triton"), "knobs", None), "compilation", None)
+    if compilation is not None and compilation.listener is not _note:
+        compilation.listener = _note
+
+
+def _note(*, src: Any, **_: Any) -> None:
+    _by_triton.append(str(getattr(src, "name", src)))
 
 
 def _seconds(key: str) -> list[float]:

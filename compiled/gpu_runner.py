@@ -13,6 +13,8 @@ before only reads. All calls must come from one thread.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +38,7 @@ from compiled.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
 
 _LOGPROBS_AT_ONCE = 64
+_ANSWER = attrgetter("request", "index")
 
 
 class Passes(Protocol):
@@ -85,7 +88,7 @@ class _Sampled:
 
     def place(self, row: Row) -> int:
         """Where the token is that ``row`` waits for. ValueError: no token, or no certain one, is in flight for it."""
-        found = self.places.get((row.request, row.index))
+        found = self.places.get(_ANSWER(row))
         if found is None:
             raise ValueError(f"request {row.request}, answer {row.index}: the step before samples no token for it")
         return found
@@ -185,22 +188,28 @@ class GpuRunner:
         return prepared, arrival, waited
 
     def _prepare(self, step: Step) -> _Prepared:
-        # Those of one token come first, as attention likes it: they are decoded, the others prefilled.
-        order = sorted(range(len(step.rows)), key=lambda i: len(step.rows[i].tokens) > 1)
-        rows, unseen, sources, targets = [], [], [], []
-        tokens = sampled = 0
-        for row in (step.rows[i] for i in order):
-            tokens += len(row.tokens)
-            if row.pending:
-                sources.append(self._before.place(row))
-                targets.append(tokens - 1)
-                if row.history:
-                    row = replace(row, history=row.history[:-1])
-                    unseen.append(Unseen(row, row.start + len(row.tokens), sampled, sources[-1]))
-            sampled += 0 if row.sampling is None else 1 + row.drafts
-            rows.append(row)
+        lengths = list(map(len, map(attrgetter("tokens"), step.rows)))
+        order: Sequence[int] = range(len(lengths))
+        if lengths != sorted(lengths, key=lambda length: length > 1):
+            # Those of one token come first, as attention likes it: they are decoded, the others prefilled.
+            order = sorted(order, key=lambda i: lengths[i] > 1)
+        rows = [step.rows[i] for i in order]
+        pending = [i for i, row in enumerate(rows) if row.pending]
+        sources = [self._before.place(rows[i]) for i in pending]
+        hidden = [(i, source) for i, source in zip(pending, sources, strict=True) if rows[i].history]
+        for i, _ in hidden:
+            rows[i] = replace(rows[i], history=rows[i].history[:-1])
         batch = batches.build(replace(step, rows=tuple(rows)), self.kv.page_size, SMALLEST)
-        return _Prepared(step, order, batch, tokens, unseen, np.array(sources, np.int64), np.array(targets, np.int64))
+        ends, firsts = batch.qo_indptr[1:].tolist(), list(accumulate(batch.samples, initial=0))
+        return _Prepared(
+            step,
+            order,
+            batch,
+            ends[-1],
+            [Unseen(rows[i], rows[i].start + len(rows[i].tokens), firsts[i], source) for i, source in hidden],
+            np.array(sources, np.int64),
+            np.array([ends[i] - 1 for i in pending], np.int64),
+        )
 
     def _forward(self, prepared: _Prepared, parcel: Parcel) -> tuple[Tensor, list[Tensor]]:
         """Logits ``[R, V]``, and ``parcel`` on the device."""
@@ -233,14 +242,13 @@ class GpuRunner:
         return self._masks.send(parcel)[number], waited
 
     def _places(self, prepared: _Prepared) -> dict[tuple[int, int], int | None]:
-        places: dict[tuple[int, int], int | None] = {}
-        first = 0
-        for i, count in zip(prepared.order, prepared.batch.samples, strict=True):
-            if count:
-                row = prepared.step.rows[i]
-                places[row.request, row.index] = first if count == 1 else None
-            first += count
-        return places
+        step, samples = prepared.step, prepared.batch.samples
+        firsts = accumulate(samples, initial=0)
+        return {
+            _ANSWER(step.rows[i]): first if count == 1 else None
+            for i, first, count in zip(prepared.order, firsts, samples, strict=False)
+            if count
+        }
 
     def _land(self, prepared: _Prepared, told: Sequence[Tensor], started: float) -> StepResult:
         """The result of a step whose tokens are on the host."""
@@ -272,6 +280,7 @@ class GpuRunner:
 
     def warmup(self) -> None:
         """The few graphs to start with, and every kind of sampling. Nothing is kept of what it counted."""
+        self._meter.prepare()
         with torch.inference_mode():
             self._passes.warmup()
         for step in rehearsal.warm_up(self.kv.page_size):

@@ -13,6 +13,7 @@ of it in a cache of Triton's own, which is kept beside ours; loading them needs 
 import ast
 import builtins
 import importlib.abc
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,14 +208,33 @@ class _Text(importlib.abc.InspectLoader):
         return self._source
 
 
+_ALIGN = """
+import torch
+_call = call
+def call(args):
+    for i in {numbers}:
+        if args[i].data_ptr() % 16:
+            given, args[i] = args[i], None
+            there = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+            args[i] = there.copy_(given)
+            del given, there
+    return _call(args)
+"""
+"""Copies inputs that do not lie at 16 bytes, which a GPU's kernels were compiled for."""
+
+
 def _portable(result: Any) -> Written:
     """``result`` is Inductor's ``CompiledFxGraph``."""
     if result.torchbind_constants or result.opaque_value_type_classes or result.frozen_param_names:
         raise NotPortable("it holds objects that are no tensors")
-    there = result.current_callable.__func__.__globals__
-    noted = {name: value for name, value in there.items() if isinstance(value, Kernel)}
+    call, aligned = result.current_callable, tuple[int, ...]()
+    if not hasattr(call, "__func__"):  # torch 2.11 wraps what cannot read misaligned inputs, later ones say it in text
+        call, aligned = inspect.getclosurevars(call).nonlocals["model"], tuple(result.inputs_to_check)
+    noted = {name: value for name, value in call.__func__.__globals__.items() if isinstance(value, Kernel)}
     symbols = {name: kernel.symbol for name, kernel in noted.items()}
     source = prune(result.source_code, result.constants, symbols)
+    if aligned:
+        source += _ALIGN.format(numbers=aligned)
     return Written(source, noted, result.constants)
 
 

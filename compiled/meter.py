@@ -1,6 +1,7 @@
 """What a runner counts, for `Runner.statistics`: of the steps since it began to serve."""
 
 import logging
+from operator import attrgetter
 
 from compiled.compilations import Watch
 from compiled.step import Step
@@ -24,6 +25,10 @@ class Meter:
         """Add to what `statistics` tells."""
         self._facts.update(facts)
 
+    def prepare(self) -> None:
+        """What is compiled from here on is compiled in time."""
+        self._watch = None
+
     def serve(self) -> None:
         """Warm-up is over: count from here on, also what is compiled."""
         self.note(warmup_seconds=self._seconds)
@@ -33,7 +38,7 @@ class Meter:
     def launched(self, step: Step, host_seconds: float) -> None:
         """``host_seconds``: what the host did for it, apart from waiting."""
         self._steps += 1
-        self._tokens += sum(len(row.tokens) for row in step.rows)
+        self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._host_seconds += host_seconds
         for what in self._watch.look() if self._watch is not None else ():
             self._compilations += 1

@@ -4,6 +4,7 @@ Host memory that a copy may still read is not written, and that a copy may still
 between two buffers, and results have a buffer of their own until somebody has waited for them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,8 +122,8 @@ def _layout(items: Sequence[np.ndarray] | Sequence[Tensor]) -> tuple[list[int], 
 
 
 def _as(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    count = int(np.prod(shape, dtype=np.int64))
-    return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(*shape)
+    flat = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype)
+    return flat if len(shape) == 1 else flat.view(*shape)
 
 
 def _room(size: int) -> int:

@@ -145,9 +145,9 @@ LOWEST_LOGPROB = -9999.0
 class StepResult:
     """``tokens[i]`` are the tokens sampled for ``step.rows[i]``: none, or ``1 + drafts``.
 
-    ``seconds`` is the time from submit to the last token's arrival on the host. ``logprobs[i]`` match
-    ``tokens[i]`` and ``scores[i]`` match ``targets`` where they were asked for; both are empty when no row
-    of the step asked.
+    ``seconds`` is the time from submit, or from the arrival of the step in flight before it if that is later, to the
+    last token's arrival on the host. ``logprobs[i]`` match ``tokens[i]`` and ``scores[i]`` match ``targets`` where
+    they were asked for; both are empty when no row of the step asked.
     """
 
     number: int

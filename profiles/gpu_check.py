@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "machine": 40,
     "conformance": 60,
-    "bfloat16": 110,
+    "bfloat16": 150,
     "graphs": 60,
     "overlap": 40,
     "decode": 70,

@@ -42,12 +42,15 @@ def version_in(site: Path, distribution: str) -> str:
 
 
 def python_files(site: Path) -> Iterator[tuple[Path, str]]:
-    """``(file, its name in the archive)`` of FlashInfer without what only a compiler reads."""
+    """``(file, its name in the archive)`` of FlashInfer without what only a compiler reads. Templates and sources of
+    its attention are read to name a module."""
     data = site / "flashinfer" / "data"
     for path in sorted((site / "flashinfer").rglob("*")):
         if path.is_file() and path.suffix in KEPT and data not in path.parents:
             yield path, str(path.relative_to(site))
-    for path in (*site.glob("flashinfer_python-*.dist-info/METADATA"), *site.glob("pynvml.py")):
+    named = (*data.glob("csrc/*.jinja"), *data.glob("csrc/batch_prefill*"))
+    others = (*site.glob("flashinfer_python-*.dist-info/METADATA"), *site.glob("pynvml.py"))
+    for path in dict.fromkeys((*named, *others)):
         yield path, str(path.relative_to(site))
 
 

@@ -50,6 +50,7 @@ class Feature:
 
 FEATURES = {
     "compiled pieces": Feature(config={"eager": False}),
+    "a step in flight, graphs": Feature(config={"eager": False, "device": "recording"}),
     "chunked prefill": Feature(config={"max_num_batched_tokens": 8, "max_num_seqs": 8}),
     "preemption": Feature(config={"kv_pages": 28}),
     "prefix cache": Feature(config={"enable_prefix_caching": True}),

@@ -16,6 +16,9 @@ from torch import Tensor
 from compiled.attention.tables import Plan, positions
 from compiled.device import Device
 
+_FIRST_BYTES = 1 << 20
+"""Few steps are larger: 16 rows of 200,000 positions, or 60,000 tokens of prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -37,12 +40,12 @@ class Stage:
     """
 
     def __init__(self, device: Device, *, tokens: int = 0, rows: int = 0, indices: int = 0) -> None:
-        """With room for so much; with any number given nothing grows: a graph has the addresses."""
+        """With room for so much and no more: a graph has the addresses. Without a number it grows with its steps."""
         self._device = device
         self._may_grow = not rows
         self._latest: tuple[Plan, Staged] | None = None
         self._turn = 0
-        self._allocate(_size(tokens, rows, indices))
+        self._allocate(_size(tokens, rows, indices) if rows else _FIRST_BYTES)
 
     def _allocate(self, size: int) -> None:
         self._block = torch.zeros(size, dtype=torch.uint8, device=self._device.torch)

@@ -85,7 +85,7 @@ H200 = Sizes(
     read_bytes=8 * 2**30,
     side=8192,
     rows=(1, 7, 33, 100),
-    conformance_s=40,
+    conformance_s=30,
 )
 
 DRY = Sizes(
@@ -105,5 +105,5 @@ DRY = Sizes(
     read_bytes=32 * 2**20,
     side=256,
     rows=(1, 3, 6),
-    conformance_s=3,
+    conformance_s=0.1,
 )

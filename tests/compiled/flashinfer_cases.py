@@ -102,6 +102,36 @@ class Logged(RecordedEvent):
         super().synchronize()
 
 
+class Numberless(Recording):
+    """Its tensors have no numbers, so whatever waits for one raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = torch.device("meta")
+
+    def send(self, source: Tensor, target: Tensor) -> RecordedEvent:
+        return self.event()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_neither_plan_nor_run_waits_for_the_device(
+    window: int | None, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Module, "paged_run", lambda self, *args: self.ran_at.append(()))
+    one = batch([(1, 20), (1, 30)] if fixed else [(1, 20), (5, 30)], window=window)
+    device = Numberless()
+    with pytest.raises(NotImplementedError):
+        torch.zeros(1, device=device.torch).cpu()
+    attention = FlashInferAttention(one.spec, one.views(one.cache.to(device.torch)), Workspace(device, 1 << 20))
+    attention = attention.fixed(2) if fixed else attention
+    q, k, v = (operand.to(device.torch) for operand in one.operands())
+    for _ in range(3):
+        attention.plan(*one.tables)
+        attention.run(q, k, v, LAYER, torch.empty_like(q))
+    assert len(module().planned) == len(module().ran_at) == (3 if fixed else 6)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_tables_that_another_object_has_replaced_are_not_run_with(fixed: bool, backend: Backend) -> None:
     one = batch([(1, 20), (1, 30)])

@@ -29,6 +29,7 @@ from compiled.unroll import split_model
 H200 = {
     "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32,
     "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "total_memory": 141 << 30,
+    "gcnArchName": "",
 }  # fmt: skip
 
 

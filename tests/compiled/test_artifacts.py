@@ -331,6 +331,13 @@ def test_code_that_would_compile_when_it_is_loaded_is_not_kept() -> None:
         inductor.prune("k = async_compile.cutlass('')\ndef call(args):\n    return k(args)\n", {}, {})
 
 
+def test_tritons_kernels_are_kept_as_text_and_all_that_is_not_needed_is_not() -> None:
+    kernel = "k = async_compile.triton('k', '''\n@triton.jit\ndef k(x): pass\n''', device_str='cuda')\n"
+    call = "def call(args):\n    return k.run(args)\n"
+    source = f"import os\nasync_compile = AsyncCompile()\n{kernel}async_compile.wait(globals())\n{call}"
+    assert inductor.prune(source, {}, {}) == kernel + call
+
+
 def test_a_kernel_that_does_not_load_here_is_a_reason_to_compile_again(made: inductor.Generated, folder: Path) -> None:
     cache = open_cache(folder)
     assert made.library is not None

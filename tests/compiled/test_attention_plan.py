@@ -1,9 +1,12 @@
 """Attention is strict: page tables and operands that do not fit are refused by name, with the numbers."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
-from compiled.attention.base import Attention, AttentionSpec
+from compiled.attention.base import FP8, Attention, AttentionSpec
 from compiled.attention.cpu import CpuAttention
 from compiled.attention.reference import ReferenceAttention
 from tests.compiled.paged import LAYERS, Batch, int32
@@ -120,3 +123,29 @@ def test_the_kernel_refuses_scales_and_threads_that_it_cannot_run() -> None:
         CpuAttention(AttentionSpec(4, 2, 32, -1.0), [(cache, cache)])
     with pytest.raises(ValueError, match="threads is 0"):
         CpuAttention(AttentionSpec(4, 2, 32, 1.0), [(cache, cache)], threads=0)
+
+
+@pytest.mark.parametrize(
+    ("cache", "options", "message"),
+    [
+        (FP8, {}, "operands beside a float8_e4m3fn cache must be of one of .*, not torch.float8_e4m3fn"),
+        (FP8, {"dtype": torch.float16}, "a float8_e4m3fn cache of 2 layers has 0 pairs of scales"),
+        (FP8, {"dtype": torch.float16, "scales": [(1.0, 1.0)]}, "a float8_e4m3fn cache of 2 layers has 1 pairs"),
+        (FP8, {"dtype": torch.float16, "scales": [(1.0, 1.0), (0.5, 0.0)]}, r"layer 1: scales .*, not \(0.5, 0.0\)"),
+        (FP8, {"dtype": torch.float16, "scales": [(math.nan, 1.0)] * 2}, r"layer 0: scales .*, not \(nan, 1.0\)"),
+        (torch.float16, {"dtype": torch.float32}, "operands are torch.float32 but the KV cache is torch.float16"),
+        (torch.float16, {"scales": [(1.0, 1.0)] * 2}, "scales are given, but the KV cache is torch.float16"),
+    ],
+)
+def test_a_cache_s_scales_that_do_not_fit_are_refused(
+    cache: torch.dtype, options: dict[str, Any], message: str, backend: type[Attention]
+) -> None:
+    views = torch.zeros(4, 16, 2, 32).to(cache)
+    with pytest.raises(ValueError, match=message):
+        backend(AttentionSpec(4, 2, 32, 1.0), [(views, views)] * 2, **options)
+
+
+def test_the_cpu_kernel_has_no_float8_cache() -> None:
+    views = torch.zeros(4, 16, 2, 32).to(FP8)
+    with pytest.raises(ValueError, match="cpu attention has no float8_e4m3fn KV cache"):
+        CpuAttention(AttentionSpec(4, 2, 32, 1.0), [(views, views)], dtype=torch.float32, scales=[(1.0, 1.0)])

@@ -170,6 +170,7 @@ class InGraph:
         idle = (int32(list(range(self.rows + 1))),) * 2
         self.attention.plan(*idle, int32([PADDING_PAGE] * self.rows), int32([1] * self.rows))
         with self.attention.capturing():
+            work([*self.operands, self.out])  # once for real: kernels are loaded
             self.graph, _ = self.backend.device.capture(work, [*self.operands, self.out])
 
     def plan(self, batch: Batch) -> None:

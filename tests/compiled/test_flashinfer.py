@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ import torch
 
 from compiled.attention.base import FP8, AttentionSpec
 from compiled.attention.flashinfer import FlashInferAttention, Workspace
+from compiled.attention.staged import Stage
+from compiled.attention.tables import Plan, make_plan
 from compiled.recording import Recording
 from tests.compiled.backends import EMULATED
+from tests.compiled.paged import int32
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VERSIONS = ("0.6.18.post1", "0.7.4")
@@ -80,6 +84,51 @@ def test_what_the_kernels_cannot_read_is_refused_by_name() -> None:
         "KV cache of torch.bfloat16 for operands of torch.float16"
     )
     assert FlashInferAttention.lacks(spec(), torch.bfloat16, FP8) is None
+
+
+def a_plan(rows: list[tuple[int, int]], page_size: int) -> Plan:
+    """(query tokens, positions) of each row."""
+    counts = [-(-positions // page_size) for _, positions in rows]
+    total = sum(counts)
+    tables = (
+        int32([0, *accumulate(tokens for tokens, _ in rows)]),
+        int32([0, *accumulate(counts)]),
+        torch.randperm(total, dtype=torch.int32),
+        int32([(positions - 1) % page_size + 1 for _, positions in rows]),
+    )
+    return make_plan(*tables, pages=total, page_size=page_size)
+
+
+def test_a_step_s_tables_are_staged_whatever_the_sizes_and_places_of_the_steps_before() -> None:
+    device = Recording()
+    stage = Stage(device)
+    steps = [[(1, 1)], [(7, 20), (1, 300_000)], [(2, 2), (3, 50), (1, 17)], [(1, 17)] * 9, [(1, 600_000)]]
+    for page_size, rows in zip((16, 1, 16, 4, 1), steps, strict=True):
+        plan = a_plan(rows, page_size)
+        staged = stage.put(plan, page_size)
+        assert stage.put(plan, page_size) is staged
+        for name in ("kv_indptr", "kv_last_page_len", "kv_indices"):
+            assert torch.equal(getattr(staged, name), getattr(plan, name))
+        places = [
+            (int(plan.kv_indices[plan.kv_indptr[row] + position // page_size]), position % page_size)
+            for row, (tokens, positions) in enumerate(rows)
+            for position in range(positions - tokens, positions)
+        ]
+        assert list(zip(staged.pages.tolist(), staged.slots.tolist(), strict=True)) == places
+        assert staged.pages.data_ptr() % 16 == staged.slots.data_ptr() % 16 == 0
+    device.synchronize()  # raises where memory was rewritten under way
+
+
+def test_the_tables_of_a_graph_lie_where_they_lay_and_do_not_grow() -> None:
+    stage = Stage(Recording(), tokens=3, rows=3, indices=9)
+    places = set()
+    for lengths in ((1, 1, 1), (48, 48, 48), (1, 40, 17)):
+        staged = stage.put(a_plan([(1, length) for length in lengths], 16), 16)
+        assert staged.room.numel() == 9
+        places.add(tuple(table.data_ptr() for table in (staged.pages, staged.slots, staged.kv_indptr, staged.room)))
+    assert len(places) == 1
+    with pytest.raises(ValueError, match=r"a plan of \d+ bytes in a block of 128"):
+        stage.put(a_plan([(1, 64), (1, 64), (1, 64)], 16), 16)
 
 
 WRITES = """
