@@ -99,10 +99,6 @@ class Server:
         keys: Keys | None = None,
         ready: Callable[[str], None] | None = None,
     ) -> None:
-        self._socket = _bind(config)
-        host, port = self._socket.getsockname()[:2]
-        scheme = "http" if config.tls_cert is None else "https"
-        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self.service = Service(config, keys)
         self._open_engine = open_engine
         self._ready = ready
@@ -110,8 +106,11 @@ class Server:
         try:
             self._uvicorn.config.load()
         except OSError as error:  # of TLS as well
-            self._socket.close()
             raise StartupError(f"the TLS files cannot be used: {error}", param="tls_cert") from error
+        self._socket = _bind(config)  # last: whatever raises above leaves no socket open
+        host, port = self._socket.getsockname()[:2]
+        scheme = "http" if config.tls_cert is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._stop = anyio.Event()
         self._engine_scope: anyio.CancelScope | None = None
 
