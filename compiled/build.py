@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from compiled.inductor import Generated
 from compiled.linear.op import load_kernel
 from compiled.native import KernelUnavailable
 from compiled.parameters import read_directly
-from compiled.program import PlannedAttention, bind
+from compiled.program import Forward, PlannedAttention, bind
 from compiled.recipe import ModelFacts, Recipe, Run
 from compiled.selfcheck import Check, Expected, expect
 from compiled.step import LoadError, ModelSpec
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from compiled.pieces import Compiled
 
 log = logging.getLogger(__name__)
-
-
-class Forward(Protocol):
-    """A whole forward pass, compiled or not."""
-
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)

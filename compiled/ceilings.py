@@ -1,33 +1,46 @@
-"""What this machine can do at best: the two ceilings that steps are held against."""
+"""What a device can do at best: the two ceilings that steps are held against."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from compiled.clock import clock_of
 from compiled.parameters import DTYPES
 
+_TRIES = 3
 _READ_BYTES = 512 * 2**20
 _PART_BYTES = 32 * 2**20
 _SIDES = {2048: 2, 1024: 4, 512: 16}
-_TRIES = 3
+
+_CUDA_READ_BYTES = 2 * 2**30
+"""Forty times the largest cache of a GPU: what is left there of the try before is nothing."""
+_CUDA_SIDES = {8192: 4, 4096: 8}
 
 
-def measure_ceilings(dtype: str) -> dict[str, float]:
+def measure_ceilings(dtype: str, device: torch.device = torch.device("cpu")) -> dict[str, float]:  # noqa: B008
     """``read_gb_s``: a plain read of memory that no cache holds; ``multiply_gflop_s``: a square matrix product in
-    ``dtype``. On torch's current threads, the best of a few tries of several sizes: large ones for many cores, and
-    ones of a millisecond, which end before somebody else who wants the core too gets his turn."""
-    memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-    parts = [memory, *memory.split(_PART_BYTES // 4)] * _TRIES
-    matrices = [one for side, tries in _SIDES.items() for one in [torch.randn(side, side).to(DTYPES[dtype])] * tries]
-    return {
-        "read_gb_s": max(part.nbytes / _seconds(part.sum) for part in parts) / 1e9,
-        "multiply_gflop_s": max(2 * len(one) ** 3 / _seconds(partial(torch.mm, one, one)) for one in matrices) / 1e9,
-    }
+    ``dtype``; the best of a few tries.
+
+    On the CPU with torch's current threads and in several sizes: large ones for many cores, and ones of a millisecond,
+    which end before somebody else who wants the core too gets his turn. On CUDA between events, in 2 GiB of memory.
+    """
+    cuda = device.type == "cuda"
+    memory = torch.ones((_CUDA_READ_BYTES if cuda else _READ_BYTES) // 4, dtype=torch.float32, device=device)
+    parts = [memory, *(() if cuda else memory.split(_PART_BYTES // 4))] * _TRIES
+    read = max(part.nbytes / _seconds(part.sum, device) for part in parts)
+    multiply = 0.0
+    for side, tries in (_CUDA_SIDES if cuda else _SIDES).items():
+        one = torch.randn(side, side, device=device).to(DTYPES[dtype])
+        best = min(_seconds(partial(torch.mm, one, one), device) for _ in range(tries))
+        multiply = max(multiply, 2 * side**3 / best)
+    return {"read_gb_s": read / 1e9, "multiply_gflop_s": multiply / 1e9}
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    clock = clock_of(device)
+    if device.type == "cuda":
+        work()  # keeps the stream busy until the host has launched what is timed
+    began = clock.now()
     work()
-    return time.perf_counter() - started
+    return clock.seconds(began, clock.now())

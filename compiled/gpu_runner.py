@@ -6,8 +6,8 @@ submit(N + 1)   batch → one copy to the device → ids of pending rows are tak
 wait of N       the copy's event → StepResult
 ```
 
-Nothing but `wait` waits for the device. The device does what it is given in order, so a step may overwrite what the one
-before only reads. All calls must come from one thread.
+Nothing but `wait` and the end of a profile waits for the device, which does what it is given in order: a step may
+overwrite what the one before only reads. All calls must come from one thread.
 """
 
 import time
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,58 +23,22 @@ from torch import Tensor
 from compiled import batch as batches
 from compiled import rehearsal, selfcheck
 from compiled.answers import answer, logit_rows
-from compiled.attention.layers import ModelAttention
-from compiled.attention.tables import Tables
-from compiled.build import Forward
+from compiled.attention.base import AttentionSpec
+from compiled.ceilings import measure_ceilings
 from compiled.device import Device
 from compiled.device_sampler import DeviceSampler, Unseen, stage
-from compiled.graphs import Place
 from compiled.kv_store import KVStore
-from compiled.logprobs import measure, tell
+from compiled.logprobs import tell
 from compiled.meter import Meter
+from compiled.passes import STAGES, Passes, Way
+from compiled.profiling import Recorder
 from compiled.program import SMALLEST
 from compiled.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
+from compiled.timeline import Measure, PieceAbout, Window
 
 _LOGPROBS_AT_ONCE = 64
 _ANSWER = attrgetter("request", "index")
-
-
-class Passes(Protocol):
-    """Forward passes over one KV store: `compiled.graphs.Graphs`, or `Ungraphed`."""
-
-    def place(self, tokens: int, rows: int, *, decoding: bool) -> Place: ...
-    def run(self, place: Place, tables: Tables) -> Tensor: ...
-    def warmup(self) -> None: ...
-    def capture_next(self) -> bool: ...
-    def statistics(self) -> dict[str, float]: ...
-
-
-class Ungraphed:
-    """Passes that are launched call by call."""
-
-    def __init__(self, forward: Forward, attention: ModelAttention, device: Device) -> None:
-        self._forward = forward
-        self._attention = attention
-        self._device = device
-
-    def place(self, tokens: int, rows: int, *, decoding: bool) -> Place:
-        tokens, rows = max(tokens, SMALLEST), max(rows, SMALLEST)
-        inputs = torch.empty(2 * tokens + rows, dtype=torch.int64, device=self._device.torch)
-        return Place(None, inputs, *inputs.split([tokens, tokens, rows]))
-
-    def run(self, place: Place, tables: Tables) -> Tensor:
-        self._attention.plan(*tables)
-        return self._forward(place.ids_T, place.positions_T, place.rows_R, self._attention)
-
-    def warmup(self) -> None:
-        """Nothing is captured."""
-
-    def capture_next(self) -> bool:
-        return False
-
-    def statistics(self) -> dict[str, float]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +100,19 @@ class GpuRunner:
 
     depth = 2
 
-    def __init__(self, model: ModelSpec, device: Device, passes: Callable[[KVStore], Passes]) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        device: Device,
+        passes: Callable[[KVStore], Passes],
+        layers: Sequence[AttentionSpec] = (),
+        about: Sequence[PieceAbout] = (),
+    ) -> None:
         self.model = model
         self.device = device
         self._make_passes = passes
+        self._layers, self._about = layers, about
+        self._recorder: Recorder | None = None
         self._sampler = DeviceSampler(device.torch)
         self._inputs, self._masks, self._outputs = Inputs(device), Inputs(device), Outputs(device)
         self._before = _Sampled({}, torch.zeros(0, dtype=torch.int64, device=device.torch))
@@ -153,41 +125,69 @@ class GpuRunner:
         self._store = store
         with torch.inference_mode():
             self._passes = self._make_passes(store)
+        self._way = self._measured = Way(self._passes, self._inputs.send, self._bits, self._sampler.sample)
 
     def note(self, **facts: float) -> None:
         """Add to what `statistics` tells."""
         self._meter.note(**facts)
 
     def submit(self, step: Step) -> Flight:
+        recorder = self._recorder
+        way = self._measured if recorder is not None and recorder.begin(step) else self._way
         started = time.perf_counter()
         with torch.inference_mode():
-            prepared, arrival, waited = self._launch(step)
+            prepared, arrival, waited = self._launch(step, way)
+        if recorder is not None:
+            recorder.end()
         self._meter.launched(step, time.perf_counter() - started - waited)
         return Flight(self, prepared, arrival, started)
 
-    def _launch(self, step: Step) -> tuple[_Prepared, Arrival, float]:
+    def profile(self, measure: Measure) -> None:
+        """See `compiled.timeline.Profiled`. Steps that are measured replay no graph."""
+        self.profiled(stop=True)
+        item_bytes = self._store.layers[0][0].itemsize
+        self._recorder = Recorder(
+            measure, self._passes.forward, STAGES, self._about, self._layers, item_bytes, device=self.device.torch
+        )
+        self._measured = self._way.measured(self._recorder, self.device)
+
+    def profiled(self, *, stop: bool = False) -> Window | None:
+        """See `compiled.timeline.Profiled`. Waits for the steps in flight, of which the window may be."""
+        recorder = self._recorder
+        if recorder is None or not (stop or recorder.done):
+            return None
+        self._recorder, self._measured = None, self._way
+        self.device.synchronize()
+        return recorder.window()
+
+    def ceilings(self) -> dict[str, float]:
+        """See `compiled.timeline.Profiled`. What is in flight has landed by then."""
+        self.device.synchronize()
+        return measure_ceilings(self.model.dtype, self.device.torch)
+
+    def _launch(self, step: Step, way: Way) -> tuple[_Prepared, Arrival, float]:
         """Give all of ``step`` to the device; seconds that were spent waiting for a grammar."""
-        prepared = self._prepare(step)
+        prepared = self._prepare(step, way)
         batch, sampled = prepared.batch, sum(prepared.batch.samples)
         parcel = Parcel()
         groups = stage(batch.sampling, self.model.vocab_size, parcel, prepared.unseen)
         targets = parcel.add(batch.targets.numpy())
         asked = [i for i, top in enumerate(batch.tops) if top is not None]
         reported = parcel.add(np.array(asked, np.int64))
-        logits_RV, arrays = self._forward(prepared, parcel)
-        bits, waited = self._bits(step)
-        found = self._sampler.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
+        logits_RV, arrays = self._forward(prepared, parcel, way)
+        bits, waited = way.masks(step)
+        found = way.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
         tokens_R = torch.cat([found[:sampled], arrays[targets]])
         told = [found]
         for start in range(0, len(asked), _LOGPROBS_AT_ONCE):
             few = arrays[reported][start : start + _LOGPROBS_AT_ONCE]
             most = max(batch.tops[i] or 0 for i in asked[start : start + _LOGPROBS_AT_ONCE])
-            told += measure(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
+            told += way.logprobs(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
         arrival = self._outputs.fetch(told)
         self._before = _Sampled(self._places(prepared), found)
         return prepared, arrival, waited
 
-    def _prepare(self, step: Step) -> _Prepared:
+    def _prepare(self, step: Step, way: Way) -> _Prepared:
         lengths = list(map(len, map(attrgetter("tokens"), step.rows)))
         order: Sequence[int] = range(len(lengths))
         if lengths != sorted(lengths, key=lambda length: length > 1):
@@ -199,7 +199,7 @@ class GpuRunner:
         hidden = [(i, source) for i, source in zip(pending, sources, strict=True) if rows[i].history]
         for i, _ in hidden:
             rows[i] = replace(rows[i], history=rows[i].history[:-1])
-        batch = batches.build(replace(step, rows=tuple(rows)), self.kv.page_size, SMALLEST)
+        batch = way.batch(replace(step, rows=tuple(rows)), self.kv.page_size, SMALLEST)
         ends, firsts = batch.qo_indptr[1:].tolist(), list(accumulate(batch.samples, initial=0))
         return _Prepared(
             step,
@@ -211,24 +211,24 @@ class GpuRunner:
             np.array([ends[i] - 1 for i in pending], np.int64),
         )
 
-    def _forward(self, prepared: _Prepared, parcel: Parcel) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, prepared: _Prepared, parcel: Parcel, way: Way) -> tuple[Tensor, list[Tensor]]:
         """Logits ``[R, V]``, and ``parcel`` on the device."""
         batch, tokens, rows = prepared.batch, prepared.tokens, prepared.rows
         for source, target in prepared.step.copies:
             self._store.copy(source, target)
-        place = self._passes.place(tokens, rows, decoding=prepared.decoding)
+        place = way.passes.place(tokens, rows, decoding=prepared.decoding)
         padded = len(place.ids_T)
         inputs = np.zeros(2 * padded + len(place.rows_R), np.int64)
         inputs[:tokens] = batch.ids_T[:tokens]
         inputs[padded : padded + tokens] = batch.positions_T[:tokens]
         inputs[2 * padded : 2 * padded + rows] = batch.rows_R[:rows]
         ours, sources, targets = parcel.add(inputs), parcel.add(prepared.sources), parcel.add(prepared.targets)
-        arrays = self._inputs.send(parcel)
+        arrays = way.send(parcel)
         place.inputs.copy_(arrays[ours])
         if len(prepared.sources):
             place.ids_T.index_copy_(0, arrays[targets], self._before.tokens.index_select(0, arrays[sources]))
         tables = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
-        return self._passes.run(place, tables)[:rows, : self.model.vocab_size], arrays
+        return way.passes.run(place, tables)[:rows, : self.model.vocab_size], arrays
 
     def _bits(self, step: Step) -> tuple[Tensor | None, float]:
         """The bitmask on the device, once it is made, and for how many seconds that was waited for."""
@@ -266,8 +266,8 @@ class GpuRunner:
         """Logits ``[R, V]`` of the rows that sample, then of those that score, without sampling and on the host: for
         tests and self-checks."""
         with torch.inference_mode():
-            prepared = self._prepare(step)
-            logits_RV, _ = self._forward(prepared, Parcel())
+            prepared = self._prepare(step, self._way)
+            logits_RV, _ = self._forward(prepared, Parcel(), self._way)
             return logits_RV.cpu()[logit_rows(prepared.batch, prepared.order)]
 
     def check(self, expected: selfcheck.Expected) -> selfcheck.Check:

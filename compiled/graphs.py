@@ -104,8 +104,8 @@ class Graphs:
         max_num_batched_tokens: int,
         row_pages: int,
     ) -> None:
-        self._program = program
-        self._attention = attention
+        self.forward = program
+        self.attention = attention
         self._device = device
         self._buckets = buckets
         self._row_pages = row_pages
@@ -153,13 +153,13 @@ class Graphs:
         bucket = place.bucket
         if bucket is None:
             self._steps["none"] += 1
-            self._attention.plan(*tables)
-            return self._program(place.ids_T, place.positions_T, place.rows_R, self._attention)
+            self.attention.plan(*tables)
+            return self.forward(place.ids_T, place.positions_T, place.rows_R, self.attention)
         if bucket.whole:
             self._steps["whole"] += 1
             return self._replay_whole(self._whole[bucket.tokens], tables)
         self._steps["pieces"] += 1
-        self._attention.plan(*tables)
+        self.attention.plan(*tables)
         return self._replay_pieces(self._pieces[bucket.tokens], place)
 
     def statistics(self) -> dict[str, float]:
@@ -198,10 +198,10 @@ class Graphs:
         return whole.logits_RV
 
     def _replay_pieces(self, pieces: _Pieces, place: Place) -> Tensor:
-        registers = self._program.begin(place.ids_T, place.positions_T, place.rows_R)
+        registers = self.forward.begin(place.ids_T, place.positions_T, place.rows_R)
         for register, value in pieces.made.items():
             registers[register] = value
-        for number, entry in enumerate(self._program.entries):
+        for number, entry in enumerate(self.forward.entries):
             captured = pieces.captured.get(number)
             if captured is not None and pieces.checked:
                 captured.graph.replay()
@@ -215,12 +215,12 @@ class Graphs:
                 query, key, value, *sinks = arguments
                 (register,) = entry.results
                 sink = sinks[0] if sinks else None
-                registers[register] = self._attention.attend(query, key, value, entry.layer, sink, registers[register])
+                registers[register] = self.attention.attend(query, key, value, entry.layer, sink, registers[register])
             else:
                 for register, value in zip(entry.results, entry.function(arguments), strict=True):
                     registers[register] = value
         pieces.checked = True
-        return registers[self._program.output]
+        return registers[self.forward.output]
 
     def _capture(self, bucket: Bucket) -> None:
         self._missed.pop(bucket, None)
@@ -242,11 +242,11 @@ class Graphs:
 
     def _capture_whole(self, place: Place) -> _Whole:
         rows = len(place.ids_T)
-        attention = self._attention.fixed(rows, self._row_pages)
+        attention = self.attention.fixed(rows, self._row_pages)
 
         def run(arguments: list[Any]) -> tuple[Tensor]:
             ids_T, positions_T, rows_R = arguments
-            return (self._program(ids_T, positions_T, rows_R, attention),)
+            return (self.forward(ids_T, positions_T, rows_R, attention),)
 
         inputs = tuple(map(_look, self._all_inputs(place)))
         attention.plan(*_idle(rows))
@@ -256,10 +256,10 @@ class Graphs:
         return _Whole(place, attention, _Captured(graph, inputs), self._device.alias(logits_RV))
 
     def _capture_pieces(self, place: Place) -> _Pieces:
-        self._attention.plan(*_idle(len(place.ids_T)))
-        self._program(place.ids_T, place.positions_T, place.rows_R, self._attention)  # once for real, as above
+        self.attention.plan(*_idle(len(place.ids_T)))
+        self.forward(place.ids_T, place.positions_T, place.rows_R, self.attention)  # once for real, as above
         pieces, held = _Pieces(), self._all_inputs(place)
-        for number, entry in enumerate(self._program.entries):
+        for number, entry in enumerate(self.forward.entries):
             arguments = [held[register] for register in entry.arguments]
             for register in entry.dead:
                 held[register] = None
@@ -296,7 +296,7 @@ class Graphs:
         return out[: len(query)]
 
     def _all_inputs(self, place: Place) -> list[Any]:
-        return self._program.begin(place.ids_T, place.positions_T, place.rows_R)
+        return self.forward.begin(place.ids_T, place.positions_T, place.rows_R)
 
 
 def _reached(program: Program) -> set[int]:

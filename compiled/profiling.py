@@ -9,20 +9,19 @@ On CUDA the clock is the stream's: an event before and after each call, read whe
 is waited for in between. What is measured there of the host's work is the time for which it keeps the stream idle.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from compiled.attention.base import AttentionSpec
-from compiled.program import Entry, LayerAttention, Program
+from compiled.clock import clock_of
+from compiled.program import Entry, Forward, PlannedAttention, Program
 from compiled.recipe import Run
 from compiled.step import Step
 from compiled.timeline import Measure, MeasuredStep, PieceAbout, Place, Span, Window
@@ -32,65 +31,31 @@ _Result = TypeVar("_Result")
 _NOT_KNOWN: tuple[int | None, int | None] = None, None
 
 
-class Forward(Protocol):
-    """A whole forward pass: `Program`, or an uncompiled model."""
-
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor: ...
-
-
-class Clock(Protocol):
-    """Takes moments and tells the seconds between two, perhaps only when all that was begun has ended."""
-
-    def now(self) -> Any: ...
-
-    def seconds(self, first: Any, second: Any) -> float: ...
-
-
-class HostClock:
-    """The time of the thread that computes."""
-
-    now = staticmethod(time.perf_counter)
-
-    def seconds(self, first: float, second: float) -> float:
-        return second - first
-
-
-class CudaClock:
-    """The time of the current stream."""
-
-    def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first: Any, second: Any) -> float:
-        second.synchronize()
-        return float(first.elapsed_time(second)) / 1000
-
-
 @dataclass
 class _Seen:
-    """One step: ``(start, tokens)`` of its rows, moments before and after each call, T and R as they were padded. Not
-    the step itself, whose rows hold whole sequences."""
+    """One step: ``(start, tokens)`` of its rows, moments at its ends and before and after each call, T and R as they
+    were padded. Not the step itself, whose rows hold whole sequences."""
 
     number: int
     lengths: list[tuple[int, int]]
     began: Any
+    ended: Any = None
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
     tokens: int = 0
     rows: int = 0
-    seconds: float = 0.0
 
 
 class Recorder:
     """Measures the next steps of a runner.
 
     The runner tells `begin` of every step, and where that says so goes through what `forward` and `host` made of its
-    functions; then it tells `end` or `drop`. Steps end in the order in which they began. ``run`` is the runner's
-    forward pass, ``stages`` are the names of the rest of what it does.
+    functions; then it tells `end`, or nothing where the step fails. A step ends when all of it is launched, so none
+    begins before the last one has ended, however many are in flight. ``run`` is the runner's forward pass, ``stages``
+    are the names of the rest of what it does.
 
     Raises:
         OSError: the trace cannot be written.
+        ValueError: a trace is asked for, and torch's profiler cannot see the GPU.
     """
 
     def __init__(
@@ -104,19 +69,23 @@ class Recorder:
         device: torch.device,
     ) -> None:
         if measure.trace is not None:
+            if device.type == "cuda" and ProfilerActivity.CUDA not in supported_activities():
+                raise ValueError(
+                    f"trace {measure.trace}: torch {torch.__version__}'s profiler does not see the GPU here"
+                )
             Path(measure.trace).write_bytes(b"")  # now, rather than after the last step, it is said that it cannot be
         self._measure, self._run, self._about = measure, run, {one.key: one for one in about}
         self._layers, self._item_bytes, self._device = layers, item_bytes, device
-        self._clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
+        self._clock = clock_of(device)
         self._places = [*_places(run, len(layers)), *(Place(f"host: {name}", "host") for name in stages)]
         self._attentions = [number for number, place in enumerate(self._places) if place.kind == "attention"]
         self._names: dict[tuple[int, int], str] = {}
-        self._plain: list[float] = []
-        self._begun: deque[_Seen | None] = deque()
-        self._now = _Seen(0, [], None)
+        self._now, self._measuring = _Seen(0, [], None), False
+        self._plain: list[_Seen] = []
         self._ended: list[_Seen] = []
         self._profiler: profile | None = None
-        self._kernels = _Kernels(run, self._about)
+        # On a GPU the profiler knows the kernels by their names, and they are no functions.
+        self._kernels = _Kernels(run, {} if device.type == "cuda" else self._about)
 
     @property
     def done(self) -> bool:
@@ -125,32 +94,22 @@ class Recorder:
 
     def begin(self, step: Step) -> bool:
         """``step`` is next; whether it is to be measured."""
-        unmeasured = self._begun.count(None)
-        measured = len(self._ended) + len(self._begun) - unmeasured
-        if len(self._plain) + unmeasured < self._measure.plain or measured >= self._measure.steps:
-            self._begun.append(None)
-            return False
-        if self._measure.trace is not None and self._profiler is None:
+        self._measuring = len(self._plain) >= self._measure.plain and not self.done
+        if self._measuring and self._measure.trace is not None and self._profiler is None:
             self._profiler = profile(activities=self._activities())
             self._profiler.start()
             self._kernels.name()
         lengths = [(row.start, len(row.tokens)) for row in step.rows]
         self._now = _Seen(step.number, lengths, self._clock.now())
-        self._begun.append(self._now)
-        return True
+        return self._measuring
 
-    def drop(self) -> None:
-        """The step that was begun last has failed."""
-        self._begun.pop()
-
-    def end(self, seconds: float) -> None:
-        """The step that was begun first has ended, ``seconds`` after it was given to the runner."""
-        seen = self._begun.popleft()
-        if seen is not None:
-            seen.seconds = seconds
-            self._ended.append(seen)
+    def end(self) -> None:
+        """The step that was begun last is computed, or launched."""
+        self._now.ended = self._clock.now()
+        if self._measuring:
+            self._ended.append(self._now)
         elif len(self._plain) < self._measure.plain:
-            self._plain.append(seconds)
+            self._plain.append(self._now)
 
     def forward(self) -> Forward:
         """The forward pass, measured."""
@@ -158,7 +117,7 @@ class Recorder:
             return self._uncompiled
         program = self._run.with_entries([self._entry(i, entry) for i, entry in enumerate(self._run.entries)])
 
-        def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
+        def run(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor:
             self._now.tokens, self._now.rows = len(ids_T), len(rows_R)
             return program(ids_T, positions_T, rows_R, _Attention(self, attention))
 
@@ -201,7 +160,7 @@ class Recorder:
         return Window(
             places=tuple(self._places),
             pieces=tuple(self._about.values()),
-            plain=tuple(self._plain),
+            plain=tuple(map(self._seconds, self._plain)),
             steps=tuple(map(self._read, self._ended)),
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type,
             trace=trace,
@@ -223,7 +182,7 @@ class Recorder:
 
         return replace(entry, function=call)
 
-    def _uncompiled(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: LayerAttention) -> Tensor:
+    def _uncompiled(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor:
         self._now.tokens, self._now.rows = len(ids_T), len(rows_R)
         stretches = _Stretches(self, attention)
         logits = self._run(ids_T, positions_T, rows_R, stretches)
@@ -240,6 +199,9 @@ class Recorder:
     def _activities(self) -> list[ProfilerActivity]:
         return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
 
+    def _seconds(self, seen: _Seen) -> float:
+        return self._clock.seconds(seen.began, seen.ended)
+
     def _read(self, seen: _Seen) -> MeasuredStep:
         """Work and seconds, which are counted and read now, out of any step's way."""
         attended = {spec: self._attention_work(spec, seen.lengths) for spec in set(self._layers)}
@@ -254,7 +216,8 @@ class Recorder:
                 work = attended[self._layers[self._attentions.index(place)]]
             spans.append(Span(place, self._clock.seconds(seen.began, first), self._clock.seconds(first, second), *work))
         tokens = sum(count for _, count in seen.lengths)
-        return MeasuredStep(seen.number, len(seen.lengths), tokens, _bucket(seen.tokens), seen.seconds, tuple(spans))
+        seconds = self._seconds(seen)
+        return MeasuredStep(seen.number, len(seen.lengths), tokens, _bucket(seen.tokens), seconds, tuple(spans))
 
     def _attention_work(self, spec: AttentionSpec, rows: Sequence[tuple[int, int]]) -> tuple[int, int]:
         return attention_work(
@@ -271,23 +234,18 @@ class Recorder:
 class _Attention:
     """A planned attention whose layers are measured."""
 
-    def __init__(self, recorder: Recorder, attention: LayerAttention) -> None:
+    def __init__(self, recorder: Recorder, attention: PlannedAttention) -> None:
         self._recorder, self._attend = recorder, attention.attend
-        self._next = 0
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
         place = self._recorder.attention_place(layer)
         return self._recorder.measured(place, self._attend, q_THD, k_TKD, v_TKE, layer, sinks_H)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-        self._next += 1
-        return self.attend(query, key, value, self._next - 1, sinks)
-
 
 class _Stretches(_Attention):
     """The same of an uncompiled model: what lies between is measured from call to call."""
 
-    def __init__(self, recorder: Recorder, attention: LayerAttention) -> None:
+    def __init__(self, recorder: Recorder, attention: PlannedAttention) -> None:
         super().__init__(recorder, attention)
         self._since = recorder._clock.now()
 

@@ -27,12 +27,10 @@ class PlannedAttention(Protocol):
         ...
 
 
-class LayerAttention(PlannedAttention, Protocol):
-    """The same for an uncompiled model, which calls it layer after layer."""
+class Forward(Protocol):
+    """A whole forward pass, compiled or not."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Of the next layer."""
-        ...
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, attention: PlannedAttention) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

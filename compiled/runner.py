@@ -28,7 +28,6 @@ from compiled.build import (
     FAST,
     BuildOptions,
     Built,
-    Forward,
     build_compiled,
     build_eager,
     compile_only,
@@ -40,11 +39,13 @@ from compiled.choices import RunnerOptions, pick_attention, pick_device, pick_dt
 from compiled.compilations import Watch
 from compiled.cuda import Cuda
 from compiled.device import Device
-from compiled.gpu_runner import GpuRunner, Passes, Ungraphed
+from compiled.gpu_runner import GpuRunner
 from compiled.graphs import Graphs
 from compiled.kv_store import KVStore
 from compiled.parameters import DTYPES
+from compiled.passes import Passes, Ungraphed
 from compiled.profiling import Recorder
+from compiled.program import Forward
 from compiled.recording import Recording
 from compiled.stages import HOST, Stages
 from compiled.step import KVSpec, Logprob, ModelSpec, Step, StepResult
@@ -122,16 +123,11 @@ class CpuRunner:
         recorder = self._recorder
         stages = self._measured if recorder is not None and recorder.begin(step) else self._stages
         started = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                tokens, drawn, scores = self._execute(step, stages)
-        except BaseException:
-            if recorder is not None:
-                recorder.drop()
-            raise
+        with torch.inference_mode():
+            tokens, drawn, scores = self._execute(step, stages)
         seconds = time.perf_counter() - started
         if recorder is not None:
-            recorder.end(seconds)
+            recorder.end()
         self._steps += 1
         self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._seconds += seconds
@@ -190,7 +186,7 @@ class CpuRunner:
         return batch
 
     def _forward(self, batch: Batch, stages: Stages) -> Tensor:
-        logits_RV = stages.run(batch.ids_T, batch.positions_T, batch.rows_R, _InOrder(self._attention))
+        logits_RV = stages.run(batch.ids_T, batch.positions_T, batch.rows_R, self._attention)
         # Without the rows that pad the step and the ids that pad the head.
         return logits_RV[: sum(batch.samples) + len(batch.targets), : self.model.vocab_size]
 
@@ -243,18 +239,6 @@ def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
     return rows if any(rows) else ()
 
 
-class _InOrder:
-    """A planned attention for an uncompiled forward pass, whose layers come in order and without a number."""
-
-    def __init__(self, attention: ModelAttention) -> None:
-        self.attend = attention.attend
-        self._next = 0
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-        self._next += 1
-        return self.attend(query, key, value, self._next - 1, sinks)
-
-
 def build_runner(
     options: RunnerOptions,
     report: Report,
@@ -287,7 +271,8 @@ def build_runner(
     if device is None:
         runner = CpuRunner(built.spec, built.run, attention, built.layers, built.about)
     else:
-        runner = GpuRunner(built.spec, device, _passes(built, attention, device, options, backend.captures))
+        passes = _passes(built, attention, device, options, backend.captures)
+        runner = GpuRunner(built.spec, device, passes, built.layers, built.about)
     runner.note(**{f"{stage}_seconds": seconds for stage, seconds in built.seconds.items()}, **built.work)
     allocate(runner, built, options, kv_dtype, device)
     backend.seal()

@@ -9,7 +9,8 @@ from compiled import batch, sampler
 from compiled import logprobs as probabilities
 from compiled.attention.layers import ModelAttention
 from compiled.batch import Batch
-from compiled.profiling import Forward, Recorder
+from compiled.profiling import Recorder
+from compiled.program import Forward
 from compiled.step import Logprob
 
 
