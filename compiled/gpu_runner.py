@@ -157,13 +157,17 @@ class GpuRunner:
         if recorder is None or not (stop or recorder.done):
             return None
         self._recorder, self._measured = None, self._way
-        self.device.synchronize()
+        self._synchronize()
         return recorder.window()
 
     def ceilings(self) -> dict[str, float]:
-        """See `compiled.timeline.Profiled`. What is in flight has landed by then."""
-        self.device.synchronize()
+        """See `compiled.timeline.Profiled`. Waits for the steps in flight."""
+        self._synchronize()
         return measure_ceilings(self.model.dtype, self.device.torch)
+
+    def _synchronize(self) -> None:
+        with torch.inference_mode():
+            self.device.synchronize()
 
     def _launch(self, step: Step, way: Way) -> tuple[_Prepared, Arrival, float]:
         """Give all of ``step`` to the device; seconds that were spent waiting for a grammar."""
