@@ -226,13 +226,6 @@ def _run_in_thread(core: socket.socket) -> None:
         link.close()
 
 
-def measure_ceilings(dtype: str) -> dict[str, float]:
-    """See `compiled.ceilings`. Imports torch."""
-    from compiled.ceilings import measure_ceilings as measure
-
-    return measure(dtype)
-
-
 def describe_gpu() -> dict[str, Any]:
     """See `compiled.provision.describe_gpu`. Imports torch."""
     from compiled.provision import describe_gpu as describe

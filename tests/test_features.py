@@ -256,3 +256,30 @@ def render(found: dict[tuple[str, str], str]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+@pytest.mark.anyio
+async def test_a_profile_of_an_engine_with_steps_in_flight_changes_no_answer_and_leaves_its_graphs(
+    folder: Path,
+) -> None:
+    profiles = []
+
+    async def profile() -> None:
+        profiles.append(await engine.profile(8, plain_steps=2, ceilings=False))
+
+    with anyio.fail_after(PATIENCE_S):
+        async with engine_with(folder, FEATURES["a step in flight, graphs"].config) as engine:
+            expected = await ask(engine)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(profile)
+                await anyio.wait_all_tasks_blocked()
+                answers = await ask_among_others(engine)
+            replayed = (await engine.statistics())["runner_graph_steps_whole"]
+            again = await ask(engine)
+            statistics = await engine.statistics()
+    (found,) = profiles
+    assert answers == expected == again
+    assert (found.steps, {call.kind for call in found.calls}) == (8, {"piece", "attention", "host"})
+    assert sum(call.total_s for call in found.calls) + found.host.seconds == pytest.approx(found.step_s.total)
+    assert found.host.seconds > 0
+    assert statistics["runner_graph_steps_whole"] > replayed

@@ -2,7 +2,7 @@
 
 A decoding step must read every weight once, and a prompt must multiply by every weight once per token; so
 decode is held against the memory bandwidth and prefill against the matrix product, both measured here, on
-the same threads, right before. Each figure is the median of several runs.
+the same device and threads, right before. Each figure is the median of several runs.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled.step import LoadError, Row, Runner, Sampling, Step
-from streamengine.compose import build_runner, measure_ceilings
+from streamengine.compose import build_runner
 from streamengine.config import EngineConfig
 from streamengine.errors import StartupError
 from streamengine.link import Progress
@@ -26,14 +26,14 @@ PARTS = ("host", "sample")
 
 def measure(config: EngineConfig, report: Callable[[Progress], None], show: Callable[[str], None]) -> dict[str, Any]:
     try:
-        runner = build_runner(config, report)
+        runner: Any = build_runner(config, report)  # a `compiled.timeline.Profiled` as well
     except LoadError as error:
         raise StartupError(str(error), param="model") from error
     report(Progress("warm-up"))
     runner.warmup()
     _check_fit(runner)
     facts = runner.statistics()
-    ceilings = measure_ceilings(runner.model.dtype)
+    ceilings = runner.ceilings()
     show(f"ceilings  read {ceilings['read_gb_s']:.1f} GB/s, multiply {ceilings['multiply_gflop_s']:.0f} GFLOP/s")
     weights = facts["read_bytes"]
     result: dict[str, Any] = {

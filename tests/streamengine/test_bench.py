@@ -93,8 +93,10 @@ def test_steps_are_held_against_the_ceilings(monkeypatch):
             host = {"host_seconds": self.host_seconds, "sample_seconds": 2 * self.host_seconds}
             return {"read_bytes": 1e6, "flop_per_token": 1e6, "threads": 1, **host}
 
+        def ceilings(self):
+            return {"read_gb_s": 1.0, "multiply_gflop_s": 1.0}
+
     monkeypatch.setattr(steps, "build_runner", lambda config, report: Idle(fake_kv(400, 16)))
-    monkeypatch.setattr(steps, "measure_ceilings", lambda dtype: {"read_gb_s": 1.0, "multiply_gflop_s": 1.0})
     lines, result = measured("steps")
     assert [row["batch"] for row in result["decode"]] == [1, 8, 32]
     assert [row["tokens"] for row in result["prefill"]] == [128, 512, 2048]
