@@ -44,7 +44,7 @@ class Buckets:
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """2, 4, 8, 16, then ×1.5 rounded up to a multiple of 8. Not 1: see `SMALLEST`."""
+    """1, 2, 4, 8, 16, then ×1.5 rounded up to a multiple of 8."""
     size = SMALLEST
     while size < most:
         yield size
