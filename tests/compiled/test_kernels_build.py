@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -229,6 +230,29 @@ def test_all_that_is_missing_of_a_toolchain_is_named_at_once(monkeypatch: pytest
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(LoadError, match=r"no CUDA's compiler .* no ninja .* no a C\+\+ compiler"):
         Toolchain.find()
+
+
+def test_a_folder_that_the_environment_names_is_not_replaced_by_another(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Toolchain.find().cuda_home == tmp_path / "cuda"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    with pytest.raises(LoadError, match=rf"no CUDA's compiler .* in {tmp_path}/gone"):
+        Toolchain.find()
+
+
+def test_what_builds_ends_with_who_asked(fake: Path, tmp_path: Path) -> None:
+    """Even if that is killed: the fake's compiler would go on for ever."""
+    core = fake.parents[1] / "jit" / "core.py"
+    core.write_text(core.read_text().replace("assert need_lock", "__import__('time').sleep(3600); assert need_lock"))
+    question = json.dumps({"modules": [vars(Module(64, *BF16))], "out": str(tmp_path), "built": {}})
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{fake.parents[2]}"}
+    del env[modules.DISABLE]
+    command = (sys.executable, "-m", "compiled.attention.prebuild", question)
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_without_flashinfer_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
