@@ -1,6 +1,7 @@
 """What is particular to a runner with a step in flight, on the recording device; `tests.test_overlap` serves whole
 batches with it."""
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def test_auto_is_a_gpu_where_there_is_one_and_flashinfer(
     cuda: bool, flashinfer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: object() if flashinfer else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
     assert choices.pick_device("auto") == ("cuda" if cuda and flashinfer else "cpu")
     assert choices.pick_dtype("auto", "cuda") == torch.bfloat16
     if cuda and not flashinfer:
