@@ -25,6 +25,13 @@ def overlap(bench: Bench) -> None:
     bench.show("one step at a time {one_ms:.3f} ms, {depth} in flight {overlapped_ms:.3f} ms")
     bench.expect(runner.depth > 1, "the runner takes one step at a time")
     bench.expect(told["one"] == told["overlapped"], "tokens differ between one step at a time and several in flight")
+    if bench.device.type == "cuda":
+        driver = _filled(bench, runner, 8)
+        torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises
+        try:
+            driver.decode(8)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def decode(bench: Bench) -> None:
