@@ -161,12 +161,12 @@ class GpuRunner:
     def submit(self, step: Step) -> Flight:
         started = time.perf_counter()
         with torch.inference_mode():
-            prepared, arrival, waited = self._launch(step)
-        self._meter.launched(step, time.perf_counter() - started - waited)
+            prepared, arrival, waited, sampling = self._launch(step)
+        self._meter.launched(step, time.perf_counter() - started - waited, sampling)
         return Flight(self, prepared, arrival, started)
 
-    def _launch(self, step: Step) -> tuple[_Prepared, Arrival, float]:
-        """Give all of ``step`` to the device; seconds that were spent waiting for a grammar."""
+    def _launch(self, step: Step) -> tuple[_Prepared, Arrival, float, float]:
+        """Give all of ``step`` to the device; the seconds of waiting for a grammar, and of launching the sampler."""
         prepared = self._prepare(step)
         batch, sampled = prepared.batch, sum(prepared.batch.samples)
         parcel = Parcel()
@@ -176,7 +176,9 @@ class GpuRunner:
         reported = parcel.add(np.array(asked, np.int64))
         logits_RV, arrays = self._forward(prepared, parcel)
         bits, waited = self._bits(step)
+        started = time.perf_counter()
         found = self._sampler.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
+        sampling = time.perf_counter() - started
         tokens_R = torch.cat([found[:sampled], arrays[targets]])
         told = [found]
         for start in range(0, len(asked), _LOGPROBS_AT_ONCE):
@@ -185,7 +187,7 @@ class GpuRunner:
             told += measure(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
         arrival = self._outputs.fetch(told)
         self._before = _Sampled(self._places(prepared), found)
-        return prepared, arrival, waited
+        return prepared, arrival, waited, sampling
 
     def _prepare(self, step: Step) -> _Prepared:
         lengths = list(map(len, map(attrgetter("tokens"), step.rows)))
