@@ -36,6 +36,7 @@ SECTIONS = {
     "decode": 70,
     "prefill": 40,
     "engine": 40,
+    "float8": 40,
     "float32": 90,
 }
 """In this order; the seconds that each may take, at most."""

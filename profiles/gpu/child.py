@@ -23,6 +23,7 @@ SECTIONS = {
     "decode": "speed.decode",
     "prefill": "speed.prefill",
     "engine": "engine.engine",
+    "float8": "model.float8",
     "float32": "model.float32",
 }
 """Where each is, to be imported when it begins: what one of them cannot import is its failure alone."""
