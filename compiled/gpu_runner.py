@@ -136,10 +136,10 @@ class GpuRunner:
         way = self._measured if recorder is not None and recorder.begin(step) else self._way
         started = time.perf_counter()
         with torch.inference_mode():
-            prepared, arrival, waited = self._launch(step, way)
+            prepared, arrival, waited, sampling = self._launch(step, way)
         if recorder is not None:
             recorder.end()
-        self._meter.launched(step, time.perf_counter() - started - waited)
+        self._meter.launched(step, time.perf_counter() - started - waited, sampling)
         return Flight(self, prepared, arrival, started)
 
     def profile(self, measure: Measure) -> None:
@@ -169,8 +169,8 @@ class GpuRunner:
         with torch.inference_mode():
             self.device.synchronize()
 
-    def _launch(self, step: Step, way: Way) -> tuple[_Prepared, Arrival, float]:
-        """Give all of ``step`` to the device; seconds that were spent waiting for a grammar."""
+    def _launch(self, step: Step, way: Way) -> tuple[_Prepared, Arrival, float, float]:
+        """Give all of ``step`` to the device; the seconds of waiting for a grammar, and of launching the sampler."""
         prepared = self._prepare(step, way)
         batch, sampled = prepared.batch, sum(prepared.batch.samples)
         parcel = Parcel()
@@ -180,7 +180,9 @@ class GpuRunner:
         reported = parcel.add(np.array(asked, np.int64))
         logits_RV, arrays = self._forward(prepared, parcel, way)
         bits, waited = way.masks(step)
+        started = time.perf_counter()
         found = way.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
+        sampling = time.perf_counter() - started
         tokens_R = torch.cat([found[:sampled], arrays[targets]])
         told = [found]
         for start in range(0, len(asked), _LOGPROBS_AT_ONCE):
@@ -189,7 +191,7 @@ class GpuRunner:
             told += way.logprobs(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
         arrival = self._outputs.fetch(told)
         self._before = _Sampled(self._places(prepared), found)
-        return prepared, arrival, waited
+        return prepared, arrival, waited, sampling
 
     def _prepare(self, step: Step, way: Way) -> _Prepared:
         lengths = list(map(len, map(attrgetter("tokens"), step.rows)))

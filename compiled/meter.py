@@ -19,7 +19,7 @@ class Meter:
 
     def _begin(self) -> None:
         self._steps = self._tokens = self._broken_rows = self._compilations = 0
-        self._seconds = self._host_seconds = 0.0
+        self._seconds = self._host_seconds = self._sample_seconds = 0.0
 
     def note(self, **facts: float) -> None:
         """Add to what `statistics` tells."""
@@ -35,11 +35,12 @@ class Meter:
         self._begin()
         self._watch = Watch()
 
-    def launched(self, step: Step, host_seconds: float) -> None:
-        """``host_seconds``: what the host did for it, apart from waiting."""
+    def launched(self, step: Step, host_seconds: float, sample_seconds: float) -> None:
+        """``host_seconds``: what the host did for it, apart from waiting; of these ``sample_seconds`` for sampling."""
         self._steps += 1
         self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._host_seconds += host_seconds
+        self._sample_seconds += sample_seconds
         for what in self._watch.look() if self._watch is not None else ():
             self._compilations += 1
             log.error("step %d: something was compiled while serving: %s", step.number, what)
@@ -60,6 +61,7 @@ class Meter:
             "step_tokens": self._tokens,
             "step_seconds": self._seconds,
             "host_seconds": self._host_seconds,
+            "sample_seconds": self._sample_seconds,
             "broken_rows": self._broken_rows,
             "compilations_after_ready": self._compilations,
         }

@@ -349,5 +349,5 @@ def explain(options: RunnerOptions, report: Report) -> str | None:
 
 def _compiled(folder: Path, options: RunnerOptions) -> tuple[torch.device, tuple[Path, torch.dtype, int | None, Cache]]:
     """Where the model would run, and what decides about its code."""
-    where = torch.device("cuda" if pick_device(options.device) == "cuda" else "cpu")
+    where = torch.device("cuda", 0) if pick_device(options.device) == "cuda" else torch.device("cpu")
     return where, (folder, pick_dtype(options.dtype, where.type), options.max_model_len, open_cache(options, where))

@@ -84,13 +84,13 @@ def _others(edits: Edits, logits_NV: Tensor) -> Tensor | None:
     if edits.allowed is None:
         return None
     at, _ = edits.allowed.flat(logits_NV.shape[1])
-    return others(torch.from_numpy(at // logits_NV.shape[1]), torch.from_numpy(at), logits_NV)
+    return others(torch.from_numpy(np.unique(at // logits_NV.shape[1])), torch.from_numpy(at), logits_NV)
 
 
-def others(rows_E: Tensor, at_E: Tensor, logits_NV: Tensor) -> Tensor:
-    """A mask ``[N, V]`` of all but the places ``at_E``, in rows ``rows_E``."""
+def others(rows_M: Tensor, at_E: Tensor, logits_NV: Tensor) -> Tensor:
+    """A mask ``[N, V]`` of all but the places ``at_E``, in the rows ``rows_M``."""
     others_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
-    others_NV.index_fill_(0, rows_E, True)
+    others_NV.index_fill_(0, rows_M, True)
     others_NV.view(-1).index_fill_(0, at_E, False)
     return others_NV
 

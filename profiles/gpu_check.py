@@ -35,7 +35,9 @@ SECTIONS = {
     "overlap": 40,
     "decode": 70,
     "prefill": 40,
+    "profile": 30,
     "engine": 40,
+    "float8": 40,
     "float32": 90,
 }
 """In this order; the seconds that each may take, at most."""

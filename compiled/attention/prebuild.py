@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,9 +40,8 @@ class Toolchain:
         home, ninja = _cuda_home(), _ninja()
         missing = []
         if home is None:
-            missing.append(
-                "CUDA's compiler (bin/nvcc with its headers) in CUDA_HOME, CUDA_PATH, /usr/local/cuda or PATH"
-            )
+            where = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda or PATH"
+            missing.append(f"CUDA's compiler (bin/nvcc with its headers; CUDA_HOME says where) in {where}")
         if ninja is None:
             missing.append("ninja (pip install ninja)")
         if shutil.which(os.environ.get("CXX", "c++")) is None:
@@ -78,16 +78,14 @@ class Toolchain:
 
 
 def _cuda_home() -> Path | None:
-    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if nvcc := shutil.which("nvcc"):
-        places.append(str(Path(nvcc).resolve().parent.parent))
+    """The folder that the environment names, and no other then; or the one that is installed."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [Path(named or "/usr/local/cuda")]
+    if not named and (nvcc := shutil.which("nvcc")):
+        places.append(Path(nvcc).resolve().parent.parent)
     for place in places:
-        if (
-            place
-            and (Path(place) / "bin" / "nvcc").is_file()
-            and (Path(place) / "include" / "cuda_runtime.h").is_file()
-        ):
-            return Path(place)
+        if (place / "bin" / "nvcc").is_file() and (place / "include" / "cuda_runtime.h").is_file():
+            return place
     return None
 
 
@@ -175,8 +173,9 @@ def _ask(
     command = (sys.executable, "-m", "compiled.attention.prebuild", question)
     answers: list[Answer] = []
     rest: list[str] = []
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command, env=env, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
     ) as child:
         assert child.stdout is not None
         try:
@@ -187,7 +186,7 @@ def _ask(
                 except (ValueError, TypeError):
                     rest = [*rest, line.rstrip()][-200:]
         except BaseException:
-            os.killpg(child.pid, signal.SIGTERM)  # with the compilers that it has started
+            os.killpg(child.pid, signal.SIGKILL)  # with the compilers that it has started
             raise
     if child.returncode != 0 or len(answers) != len(modules):
         raise LoadError(f"FlashInfer could not be asked: {_reason(rest) or f'exit status {child.returncode}'}")
@@ -202,6 +201,7 @@ def _reason(lines: Sequence[str]) -> str:
 
 def main(question: str) -> None:
     """In the process of `_ask`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     task = json.loads(question)
     for module in (Module(**told) for told in task["modules"]):
         spec = spec_of(module)
@@ -211,6 +211,12 @@ def main(question: str) -> None:
             answer = Answer(spec.name, str(spec.get_library_path()) if spec.is_compiled else None)
         sys.stdout.write(json.dumps(asdict(answer)) + "\n")
         sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """However that ends: compilers that nobody waits for would run on for minutes."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _build(spec: Any, out: Path, built: Built) -> Answer:

@@ -22,7 +22,9 @@ SECTIONS = {
     "overlap": "speed.overlap",
     "decode": "speed.decode",
     "prefill": "speed.prefill",
+    "profile": "speed.profile",
     "engine": "engine.engine",
+    "float8": "model.float8",
     "float32": "model.float32",
 }
 """Where each is, to be imported when it begins: what one of them cannot import is its failure alone."""

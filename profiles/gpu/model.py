@@ -1,5 +1,6 @@
 """The whole model: the runner's logits and greedy tokens beside transformers' own, and graphs beside no graphs."""
 
+import statistics
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -63,6 +64,28 @@ def bfloat16(bench: Bench) -> None:
     )
     bench.expect(ours <= NEAR * theirs, f"logits are {ours:.4f} from float32's, {NEAR} times {theirs:.4f} is allowed")
     bench.expect(bool(agree.all()), "a token that is clear in float32 is another one")
+
+
+def float8(bench: Bench) -> None:
+    """A cache of float8 numbers changes the logits by what its rounding explains, and a step by the bytes it saves."""
+    prompt, batch = bench.prompt(bench.sizes.prompt), bench.sizes.decode[-1]
+    # The CPU's kernel has no such cache.
+    attention = "auto" if bench.sizes.device == "cuda" else "reference"
+    logits = {}
+    for name in ("auto", "fp8_e4m3"):
+        runner = bench.runner("large", kv_dtype=name, attention=attention)
+        logits[name] = _runner_logits(runner, prompt, bench)
+        driver = Driver(runner, [bench.prompt(bench.sizes.context, i) for i in range(batch)], bench.sizes.steps + 8)
+        driver.prefill(bench.sizes.max_num_batched_tokens)
+        driver.decode(4)
+        bench.facts[f"{name}_ms"] = statistics.median(driver.decode(bench.sizes.steps).all) * 1e3
+    found = bench.facts["distance"] = _distance(logits["fp8_e4m3"], logits["auto"])
+    bench.show(
+        "batch " + str(batch) + ": {auto_ms:.3f} ms, with float8 {fp8_e4m3_ms:.3f} ms; logits differ by {distance:.3f}"
+    )
+    bench.expect(
+        0 < found < 0.25, f"logits differ by {found:.3f}, 0.25 is allowed, and 0 would mean that nothing changed"
+    )
 
 
 def _distance(found: Tensor, exact: Tensor) -> float:

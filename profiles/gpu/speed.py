@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compiled.timeline import Measure
 from profiles.gpu.bench import Bench, Launches, capture_all, limited
 from profiles.gpu.driver import Driver, Times, one_step
 from profiles.gpu.machine import best, ceilings
@@ -25,6 +26,13 @@ def overlap(bench: Bench) -> None:
     bench.show("one step at a time {one_ms:.3f} ms, {depth} in flight {overlapped_ms:.3f} ms")
     bench.expect(runner.depth > 1, "the runner takes one step at a time")
     bench.expect(told["one"] == told["overlapped"], "tokens differ between one step at a time and several in flight")
+    if bench.device.type == "cuda":
+        driver = _filled(bench, runner, 8)
+        torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises
+        try:
+            driver.decode(8)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def decode(bench: Bench) -> None:
@@ -125,6 +133,31 @@ def _eager_decode(bench: Bench) -> None:
 def _cache_name(model: Any) -> str:
     """Of the keyword: transformers has renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def profile(bench: Bench) -> None:
+    """Calls that are timed by the stream's events add up to their steps, and graphs are replayed again afterwards."""
+    runner = bench.runner("large")
+    steps, facts = bench.sizes.steps, bench.facts
+    driver = _filled(bench, runner, min(8, bench.sizes.max_num_seqs), 3)
+    driver.decode(steps)
+    before = runner.statistics()["graph_steps_whole"]
+    runner.profile(Measure(steps=4, plain=4))
+    driver.decode(steps + 8)
+    window = runner.profiled()
+    bench.expect(window is not None, "no window after all of its steps")
+    replayed = runner.statistics()["graph_steps_whole"] - before
+    covered = [sum(span.seconds for span in step.spans) for step in window.steps]
+    total = sum(step.seconds for step in window.steps)
+    facts["plain_ms"], facts["measured_ms"] = _ms(window.plain), _ms([step.seconds for step in window.steps])
+    facts["covered_percent"] = 100 * sum(covered) / total
+    facts["ceilings"] = runner.ceilings()
+    bench.show("{plain_ms:.3f} ms a step, measured {measured_ms:.3f} ms, of which calls {covered_percent:.1f} %")
+    for step, seconds in zip(window.steps, covered, strict=True):
+        # An event tells half a microsecond.
+        bench.expect(seconds <= step.seconds + 1e-6 * len(step.spans), f"calls took {seconds} s of {step.seconds} s")
+        bench.expect(all(span.start >= 0 for span in step.spans), "a call began before its step")
+    bench.expect(replayed == steps + 4, f"{replayed} of the {steps + 4} other steps were replayed")
 
 
 def _filled(bench: Bench, runner: Any, batch: int, rounds: int = 1) -> Driver:

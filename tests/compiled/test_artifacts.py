@@ -338,6 +338,31 @@ def test_tritons_kernels_are_kept_as_text_and_all_that_is_not_needed_is_not() ->
     assert inductor.prune(source, {}, {}) == kernel + call
 
 
+def test_tritons_kernels_are_compiled_when_a_piece_is_loaded_and_what_comes_of_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    compiled: list[tuple[str, str | None, int]] = []
+
+    class Doubled:
+        run = staticmethod(lambda given: [2 * one for one in given])
+
+    def triton(_: AsyncCompile, name: str, source: str, device_str: str) -> type[Doubled]:
+        compiled.append((name, os.environ.get("TORCHINDUCTOR_CACHE_DIR"), config.compile_threads))
+        return Doubled
+
+    monkeypatch.setattr(AsyncCompile, "triton", triton)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    source = "k = async_compile.triton('k', '', device_str='cuda')\ndef call(args):\n    return k.run(args)\n"
+    call = inductor.load(inductor.Generated(source, None, {}), tmp_path / "triton")
+    assert list(call([1, 2])) == [2, 4]
+    assert compiled == [("k", str(tmp_path / "triton"), 1)]
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+    assert (tmp_path / "triton").stat().st_mode & 0o077 == 0, "nobody else may write code there"
+
+
 def test_a_kernel_that_does_not_load_here_is_a_reason_to_compile_again(made: inductor.Generated, folder: Path) -> None:
     cache = open_cache(folder)
     assert made.library is not None

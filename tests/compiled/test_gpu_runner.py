@@ -14,6 +14,7 @@ import torch
 
 from compiled import choices
 from compiled.gpu_runner import GpuRunner
+from compiled.kv_store import SHARE_OF_FREE_MEMORY
 from compiled.recording import Recording
 from compiled.runner import RunnerOptions, build_runner
 from compiled.staging import Inputs, Outputs, Parcel
@@ -188,6 +189,16 @@ def test_a_cache_of_8_bits_takes_half_the_memory_and_nearly_says_the_same(start:
         assert 0 < float((want - got).norm() / want.norm()) < 0.1
     small.poison([1])
     assert bool(small.logits(steps[1]).isnan().all())
+
+
+def test_the_cache_takes_what_a_full_step_leaves_of_the_memory(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled.allocation.available_memory", lambda: 20 << 20)
+    runner = start(kv_pages=None, eager=False, max_num_seqs=64, max_num_batched_tokens=64)
+    left = int((20 << 20) * SHARE_OF_FREE_MEMORY) - runner.statistics()["step_bytes"]
+    assert runner.kv.pages == left // runner.kv.page_bytes < 1 + 64 * 256 // 4, "not all that could ever be used"
+    assert runner.statistics()["graphs"] == 0, "those of the rehearsal are gone"
 
 
 def test_inputs_travel_in_one_copy_from_memory_that_is_not_touched_before_they_are_there() -> None:

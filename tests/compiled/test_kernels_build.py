@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,6 +233,29 @@ def test_all_that_is_missing_of_a_toolchain_is_named_at_once(monkeypatch: pytest
         Toolchain.find()
 
 
+def test_a_folder_that_the_environment_names_is_not_replaced_by_another(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Toolchain.find().cuda_home == tmp_path / "cuda"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    with pytest.raises(LoadError, match=rf"no CUDA's compiler .* in {tmp_path}/gone"):
+        Toolchain.find()
+
+
+def test_what_builds_ends_with_who_asked(fake: Path, tmp_path: Path) -> None:
+    """Even if that is killed: the fake's compiler would go on for ever."""
+    core = fake.parents[1] / "jit" / "core.py"
+    core.write_text(core.read_text().replace("assert need_lock", "__import__('time').sleep(3600); assert need_lock"))
+    question = json.dumps({"modules": [vars(Module(64, *BF16))], "out": str(tmp_path), "built": {}})
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{fake.parents[2]}"}
+    del env[modules.DISABLE]
+    command = (sys.executable, "-m", "compiled.attention.prebuild", question)
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=60) == -signal.SIGKILL
+
+
 def test_without_flashinfer_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LoadError, match=r"pip install 'streamengine\[cuda\]'"):
@@ -261,35 +286,57 @@ def test_a_note_that_is_damaged_says_nothing(tmp_path: Path) -> None:
 
 
 def real_flashinfer() -> list[Path]:
-    """Folders with a FlashInfer: those that the Makefile makes, none where only this environment could have it."""
-    return sorted((ROOT / ".flashinfer").glob("*"))
+    """Folders with a FlashInfer: those that `make flashinfer` makes."""
+    found = sorted((ROOT / ".flashinfer").glob("*"))
+    if not found:
+        pytest.skip("no FlashInfer in .flashinfer: make flashinfer")
+    return found
+
+
+def ask_real(site: Path, call: str) -> Any:
+    """What ``call`` of `prebuild` answers with the FlashInfer in ``site``, in a process of its own."""
+    script = f"""
+        import dataclasses, json
+        from pathlib import Path
+        from compiled.attention import prebuild
+        from compiled.attention.modules import Module
+        print(json.dumps([dataclasses.asdict(one) for one in prebuild.{call}]))
+    """
+    env = {name: value for name, value in os.environ.items() if name != modules.DISABLE}
+    env["PYTHONPATH"] = f"{ROOT}:{site}"
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+def test_every_flashinfer_names_the_modules_that_its_own_wrappers_would_ask_for() -> None:
+    for site in real_flashinfer():
+        plain, other = ask_real(
+            site,
+            "look([Module(64, 'bfloat16', 'bfloat16'), Module(128, 'bfloat16', 'float8_e4m3fn', True, True)])",
+        )
+        assert plain["name"].startswith(
+            "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_"
+            "head_dim_qk_64_head_dim_vo_64_posenc_0_use_swa_False_use_logits_cap_False_f16qk_False"
+        )
+        assert "dtype_kv_e4m3" in other["name"] and "use_swa_True_use_logits_cap_True" in other["name"]
+        assert plain["library"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_real_module_is_built_without_a_gpu_and_asks_for_nothing_but_cudas_runtime(tmp_path: Path) -> None:
-    places = real_flashinfer()
-    if not places:
-        pytest.skip("no FlashInfer in .flashinfer: make flashinfer")
+    site = real_flashinfer()[-1]
     try:
         Toolchain.find()
     except LoadError as error:
         pytest.skip(str(error))
-    question = {"head_dim": 64, "dtype": "bfloat16", "kv_dtype": "bfloat16", "window": False, "soft_cap": False}
-    script = f"""
-        import json
-        from pathlib import Path
-        from compiled.attention.modules import Module
-        from compiled.attention.prebuild import build
-        built = build([Module(**{question!r})], "9.0a", Path({str(tmp_path)!r}), lambda *_: None)
-        print(json.dumps([one.library for one in built]))
-    """
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{places[-1]}"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=env, text=True, capture_output=True, check=False
+    (built,) = ask_real(
+        site, f"build([Module(64, 'bfloat16', 'bfloat16')], '9.0a', Path({str(tmp_path)!r}), lambda *_: None)"
     )
-    assert done.returncode == 0, done.stderr
-    (library,) = json.loads(done.stdout)
+    library = built["library"]
     exported = subprocess.run(["nm", "-D", "--defined-only", library], text=True, capture_output=True, check=True)
     functions = set(re.findall(r" T __tvm_ffi_(\w+)", exported.stdout))
     assert {"plan", "paged_run"} <= functions

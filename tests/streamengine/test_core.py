@@ -479,17 +479,15 @@ def test_the_books_are_checked_whenever_the_core_goes_idle(monkeypatch):
 
 @pytest.mark.parametrize("left", [3, 10**9])
 def test_an_idle_core_lets_its_runner_prepare_and_a_message_does_not_wait_for_all_of_it(left):
-    runner: Any = FakeRunner()
-    began = threading.Event()
-    done: list[int] = []
+    began, done = threading.Event(), list[int]()
 
-    def capture_next() -> bool:
-        began.set()
-        done.append(len(done))
-        return len(done) < left
+    class Preparing(FakeRunner):
+        def capture_next(self) -> bool:
+            began.set()
+            done.append(len(done))
+            return len(done) < left
 
-    runner.capture_next = capture_next
-    with core(runner) as front:
+    with core(Preparing()) as front:
         assert began.wait(WAIT_S)
         front.send(submit(1, b"hello", 3))
         assert front.finish(1)[1] == (oracle(b"hello", 3), LENGTH)
