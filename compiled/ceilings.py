@@ -13,8 +13,8 @@ _READ_BYTES = 512 * 2**20
 _PART_BYTES = 32 * 2**20
 _SIDES = {2048: 2, 1024: 4, 512: 16}
 
-_CUDA_READ_BYTES = 2 * 2**30
-"""Forty times the largest cache of a GPU: what is left there of the try before is nothing."""
+_CUDA_READ_BYTES = 2**30
+"""Twenty times an H200's cache, and what is left beside the KV pages of a small GPU."""
 _CUDA_SIDES = {8192: 4, 4096: 8}
 
 
@@ -23,12 +23,13 @@ def measure_ceilings(dtype: str, device: torch.device = torch.device("cpu")) -> 
     ``dtype``; the best of a few tries.
 
     On the CPU with torch's current threads and in several sizes: large ones for many cores, and ones of a millisecond,
-    which end before somebody else who wants the core too gets his turn. On CUDA between events, in 2 GiB of memory.
+    which end before somebody else who wants the core too gets his turn. On CUDA between events, in a GiB of memory.
     """
     cuda = device.type == "cuda"
     memory = torch.ones((_CUDA_READ_BYTES if cuda else _READ_BYTES) // 4, dtype=torch.float32, device=device)
     parts = [memory, *(() if cuda else memory.split(_PART_BYTES // 4))] * _TRIES
     read = max(part.nbytes / _seconds(part.sum, device) for part in parts)
+    del memory, parts
     multiply = 0.0
     for side, tries in (_CUDA_SIDES if cuda else _SIDES).items():
         one = torch.randn(side, side, device=device).to(DTYPES[dtype])

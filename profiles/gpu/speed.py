@@ -139,6 +139,7 @@ def profile(bench: Bench) -> None:
     """Calls that are timed by the stream's events add up to their steps, and graphs are replayed again afterwards."""
     runner = bench.runner("large")
     steps, facts = bench.sizes.steps, bench.facts
+    capture_all(runner)
     driver = _filled(bench, runner, min(8, bench.sizes.max_num_seqs), 3)
     driver.decode(steps)
     before = runner.statistics()["graph_steps_whole"]
