@@ -8,14 +8,15 @@ import sys
 import time
 from math import ceil
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
 CPU_S = 4
 MEMORY_BYTES = 2 * 2**30
 """Of the process's addresses; it begins with a tenth of that."""
 
 
 def main() -> None:
+    # Whoever reads the limits above does not need the grammar engine, which takes a while to import.
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
