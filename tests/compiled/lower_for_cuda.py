@@ -1,13 +1,16 @@
-"""The pieces of a tiny model, compiled for a GPU by a torch that has none: what Inductor writes, as JSON.
+"""The pieces of a tiny model, compiled for a GPU by a torch that has none: what Inductor writes, as JSON, and how many
+of its kernels Triton compiles to machine code for compute capability 9.0.
 
 Run in a process of its own with Triton on the path, because torch is told that there is a GPU: its properties are
 those of an H200, and what would ask a driver is answered here. Indexing is written as functions, since Python's own
 ``x[i]`` looks for the device, and Inductor's patterns of whole subgraphs are left out for the same reason.
 """
 
+import ast
 import copy
 import json
 import operator
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -97,8 +100,26 @@ def lower(folder: Path, workshop: Path) -> list[dict[str, Any]]:
             node.target = index if node.target is operator.getitem else node.target
         graph.recompile()
         written = inductor.write(graph, pieces.example_inputs(graph), workshop)
-        told.append({"name": piece.name, "source": written.source, "cpp": len(written.kernels)})
+        kernels = compile_kernels(written.source, workshop)
+        told.append({"name": piece.name, "source": written.source, "cpp": len(written.kernels), "triton": kernels})
     return told
+
+
+def compile_kernels(source: str, workshop: Path) -> int:
+    """Compile each kernel in ``source`` with its first configuration; how many there are."""
+    # Read when they are imported: where things are kept, and what is asked of a driver.
+    os.environ |= {"TRITON_CACHE_DIR": str(workshop / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(workshop)}
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    there: Any = triton_helpers
+    there.set_driver_to_gpu = lambda: None
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    kernels = [call.args for call in calls if ast.unparse(call.func) == "async_compile.triton"]
+    for name, text in (map(ast.literal_eval, arguments) for arguments in kernels):
+        kernel = getattr(PyCodeCache.load(text), name)
+        assert kernel._precompile_config(kernel.configs[0]) is not None
+    return len(kernels)
 
 
 if __name__ == "__main__":
