@@ -175,21 +175,17 @@ class GpuRunner:
         batch, sampled = prepared.batch, sum(prepared.batch.samples)
         parcel = Parcel()
         groups = stage(batch.sampling, self.model.vocab_size, parcel, prepared.unseen)
-        targets = parcel.add(batch.targets.numpy())
-        asked = [i for i, top in enumerate(batch.tops) if top is not None]
-        reported = parcel.add(np.array(asked, np.int64))
+        asked = [(i, top) for i, top in enumerate(batch.tops) if top is not None]
+        numbers = parcel.add(np.array([i for i, _ in asked], np.int64)), parcel.add(batch.targets.numpy())
         logits_RV, arrays = self._forward(prepared, parcel, way)
         bits, waited = way.masks(step)
         started = time.perf_counter()
         found = way.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
         sampling = time.perf_counter() - started
-        tokens_R = torch.cat([found[:sampled], arrays[targets]])
-        told = [found]
-        for start in range(0, len(asked), _LOGPROBS_AT_ONCE):
-            few = arrays[reported][start : start + _LOGPROBS_AT_ONCE]
-            most = max(batch.tops[i] or 0 for i in asked[start : start + _LOGPROBS_AT_ONCE])
-            told += way.logprobs(logits_RV.index_select(0, few).float(), tokens_R.index_select(0, few)[:, None], most)
-        arrival = self._outputs.fetch(told)
+        rows_N, targets = (arrays[number] for number in numbers)
+        tokens_R = torch.cat([found[:sampled], targets])
+        told = _measure(way.logprobs, logits_RV, tokens_R, rows_N, asked) if asked else []
+        arrival = self._outputs.fetch([found, *told])
         self._before = _Sampled(self._places(prepared), found)
         return prepared, arrival, waited, sampling
 
@@ -300,6 +296,22 @@ class GpuRunner:
     def statistics(self) -> dict[str, float]:
         kv_bytes = self.kv.pages * self.kv.page_bytes
         return self._meter.statistics() | self._passes.statistics() | {"kv_bytes": kv_bytes}
+
+
+def _measure(
+    measure: Callable[..., Sequence[Tensor]],
+    logits_RV: Tensor,
+    tokens_R: Tensor,
+    rows_N: Tensor,
+    asked: Sequence[tuple[int, int]],
+) -> list[Tensor]:
+    """Pairs of ``measure``, which is `compiled.logprobs.measure`, for the logit rows ``rows_N``; ``asked`` are these rows' numbers, and how
+    many likeliest tokens are reported of each."""
+    pairs: list[Tensor] = []
+    for start, few_N in zip(range(0, len(asked), _LOGPROBS_AT_ONCE), rows_N.split(_LOGPROBS_AT_ONCE), strict=True):
+        most = max(top for _, top in asked[start : start + _LOGPROBS_AT_ONCE])
+        pairs += measure(logits_RV.index_select(0, few_N).float(), tokens_R.index_select(0, few_N)[:, None], most)
+    return pairs
 
 
 def _told(told: Sequence[Tensor], tops: Sequence[int | None]) -> list[Logprob | None]:

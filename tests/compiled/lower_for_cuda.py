@@ -1,15 +1,21 @@
-"""The pieces of a tiny model, compiled for a GPU by a torch that has none: what Inductor writes, as JSON.
+"""The pieces of a tiny model, compiled for a GPU by a torch that has none: what Inductor writes, as JSON; with
+``compile`` how many of its kernels Triton compiles to machine code for compute capability 9.0, with ``interpret`` (and
+``TRITON_INTERPRET=1``) how far what they compute is from the pieces' own graphs.
 
 Run in a process of its own with Triton on the path, because torch is told that there is a GPU: its properties are
 those of an H200, and what would ask a driver is answered here. Indexing is written as functions, since Python's own
 ``x[i]`` looks for the device, and Inductor's patterns of whole subgraphs are left out for the same reason.
 """
 
+import ast
 import copy
 import json
 import operator
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +29,7 @@ from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.runtime.hints import DeviceProperties
 
 from compiled import cold, fuse, inductor, move, pieces
+from compiled.split import Piece
 from compiled.stopwatch import Stopwatch
 from compiled.unroll import split_model
 
@@ -87,21 +94,90 @@ def index(given: Any, at: Any) -> Any:
     return found
 
 
-def lower(folder: Path, workshop: Path) -> list[dict[str, Any]]:
-    described = cold.describe(folder, torch.bfloat16, None)
-    parts = split_model(described.module, described.choice, described.buffers, Stopwatch())
-    told = []
-    for piece in move.move(fuse.fuse(parts, packing=False), torch.device("cuda", 0)).unique:
-        graph = fx.GraphModule(piece.graph, copy.deepcopy(piece.graph.graph))
+def lower(folder: Path, workshop: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, inductor.Written]]:
+    """Each piece as it was traced, and its code for ``cuda:0``."""
+    described = cold.describe(folder, dtype, None)
+    traced = split_model(described.module, described.choice, described.buffers, Stopwatch())
+    parts = fuse.fuse(traced, packing=False)
+    for plain, moved in zip(parts.unique, move.move(parts, torch.device("cuda", 0)).unique, strict=True):
+        graph = fx.GraphModule(moved.graph, copy.deepcopy(moved.graph.graph))
         for node in graph.graph.nodes:
             node.target = index if node.target is operator.getitem else node.target
         graph.recompile()
-        written = inductor.write(graph, pieces.example_inputs(graph), workshop)
-        told.append({"name": piece.name, "source": written.source, "cpp": len(written.kernels)})
+        yield plain, inductor.write(graph, pieces.example_inputs(graph), workshop)
+
+
+def compile_kernels(source: str, workshop: Path) -> int:
+    """Compile each kernel in ``source`` with its first configuration; how many there are."""
+    # Read when they are imported: where things are kept, and what is asked of a driver.
+    os.environ |= {"TRITON_CACHE_DIR": str(workshop / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(workshop)}
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    there: Any = triton_helpers
+    there.set_driver_to_gpu = lambda: None
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    kernels = [call.args for call in calls if ast.unparse(call.func) == "async_compile.triton"]
+    for name, text in (map(ast.literal_eval, arguments) for arguments in kernels):
+        kernel = getattr(PyCodeCache.load(text), name)
+        assert kernel._precompile_config(kernel.configs[0]) is not None
+    return len(kernels)
+
+
+def differences(piece: Piece, written: inductor.Written, workshop: Path, tokens: int) -> list[float]:
+    """How far the results of its code, whose kernels Triton interprets on the CPU, are from those of its graph:
+    relative to the largest number."""
+    from torch._inductor.runtime import triton_helpers
+    from triton import language
+
+    there: Any = torch
+    there._C._dynamo.guards._empty_strided_cuda = lambda shape, stride, dtype: torch.empty_strided(
+        shape, stride, dtype=dtype
+    )
+    there.cuda._DeviceGuard = lambda index: nullcontext()
+    there.cuda.set_device = lambda index: None
+    helpers: Any = triton_helpers
+    helpers.set_driver_to_gpu = lambda: None
+    helpers.libdevice = language.math  # the interpreter has no functions of CUDA's library
+    random = torch.Generator().manual_seed(0)
+    given = [number(example, tokens, random) for example in pieces.example_inputs(piece.graph)]
+    want = piece.graph(*given)
+    call = inductor.load(inductor.Generated(written.source, None, written.constants), workshop)
+    got = call([one.clone() if isinstance(one, Tensor) else one for one in given])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True)]
+
+
+def number(example: Any, tokens: int, random: torch.Generator) -> Any:
+    """Something like ``example``, whose only symbol is the number of tokens, or of rows."""
+    if not isinstance(example, Tensor):
+        return tokens
+    shape, stride = ([_size(one, tokens) for one in sizes] for sizes in (example.shape, example.stride()))
+    made = torch.empty_strided(shape, stride, dtype=example.dtype)
+    if example.dtype == torch.int64:
+        return made.copy_(torch.arange(made.numel()).view(shape) % 4)
+    return made.copy_(torch.randn(shape, generator=random))
+
+
+def _size(size: Any, tokens: int) -> int:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, tokens)))
+
+
+def main(mode: str, folder: Path, workshop: Path) -> list[dict[str, Any]]:
+    told = []
+    for piece, written in lower(folder, workshop, torch.bfloat16 if mode == "compile" else torch.float32):
+        found: dict[str, Any] = {"name": piece.name, "source": written.source, "cpp": len(written.kernels)}
+        if mode == "compile":
+            found["triton"] = compile_kernels(written.source, workshop)
+        else:
+            found["differences"] = [differences(piece, written, workshop, tokens) for tokens in (16, 5)]
+        told.append(found)
     return told
 
 
 if __name__ == "__main__":
     pretend()
     with tempfile.TemporaryDirectory() as scratch:
-        sys.stdout.write(json.dumps(lower(Path(sys.argv[1]), Path(scratch))) + "\n")
+        sys.stdout.write(json.dumps(main(sys.argv[1], Path(sys.argv[2]), Path(scratch))) + "\n")

@@ -87,27 +87,43 @@ def examples(piece: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
+def lowered(mode: str, folder: Path) -> list[dict[str, Any]]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "sdk"), str(TRITON)])
+    script = [sys.executable, "-m", "tests.compiled.lower_for_cuda", mode, str(tiny.make(folder, "llama"))]
+    env = os.environ | {"PYTHONPATH": path} | ({"TRITON_INTERPRET": "1"} if mode == "interpret" else {})
+    told = subprocess.run(script, capture_output=True, text=True, timeout=500, env=env, cwd=ROOT, check=True)
+    found: list[dict[str, Any]] = json.loads(told.stdout.splitlines()[-1])
+    assert len(found) == 3
+    return found
+
+
+with_triton = pytest.mark.skipif(
+    not (TRITON / "triton").exists(), reason="Triton is not there; get it with: make triton"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not (TRITON / "triton").exists(), reason="Triton is not there; get it with: make triton")
-def test_inductor_writes_triton_kernels_that_are_kept_as_text(tmp_path: Path) -> None:
-    folder = tiny.make(tmp_path, "llama")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "sdk"), str(TRITON)])
-    script = [sys.executable, "-m", "tests.compiled.lower_for_cuda", str(folder)]
-    told = subprocess.run(
-        script, capture_output=True, text=True, timeout=500, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, check=True
-    )
-    pieces = json.loads(told.stdout.splitlines()[-1])
-    assert len(pieces) == 3
-    for piece in pieces:
+@with_triton
+def test_inductor_writes_triton_kernels_that_are_kept_as_text_and_compile(tmp_path: Path) -> None:
+    for piece in lowered("compile", tmp_path):
         source = piece["source"]
-        tree = ast.parse(source)
-        assert source.count("= async_compile.triton(") >= 1
+        assert source.count("= async_compile.triton(") == piece["triton"] > 2
         assert piece["cpp"] == 0
         assert "empty_strided_cuda(" in source
         assert "extern_kernels.mm(" in source
         assert "streamengine.linear" not in source
-        assert not any("_inductor" in ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom))
+        imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+        assert not any("_inductor" in ast.unparse(node) for node in imports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@with_triton
+def test_the_code_for_a_gpu_computes_what_the_model_does(tmp_path: Path) -> None:
+    """In float32, with Triton's interpreter in place of a GPU, for as many tokens as were traced and for others."""
+    for piece in lowered("interpret", tmp_path):
+        assert all(0 <= one < 1e-5 for results in piece["differences"] for one in results), piece["name"]
 
 
 def test_inputs_that_do_not_lie_as_the_kernels_assume_are_copied() -> None:

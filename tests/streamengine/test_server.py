@@ -306,7 +306,8 @@ def test_what_is_not_there_is_not_found(served: Served) -> None:
         status, _, body = served.get(path)
         assert (status, body["error"]["code"]) == (404, "not_found")
     status, headers, body = served.ask("PUT", "/v1/models")
-    assert (status, headers["allow"], body["error"]["code"]) == (405, "GET, HEAD", "method_not_allowed")
+    assert (status, body["error"]["code"]) == (405, "method_not_allowed")
+    assert set(headers["allow"].split(", ")) == {"GET", "HEAD"}
     assert served.handshake(path="/v1/other")[0] in (403, 404)
 
 
