@@ -305,8 +305,8 @@ def _measure(
     rows_N: Tensor,
     asked: Sequence[tuple[int, int]],
 ) -> list[Tensor]:
-    """Pairs of ``measure``, which is `compiled.logprobs.measure`, for the logit rows ``rows_N``; ``asked`` are these rows' numbers, and how
-    many likeliest tokens are reported of each."""
+    """Pairs of ``measure``, which is `compiled.logprobs.measure`, for the logit rows ``rows_N``; ``asked`` are these
+    rows' numbers, and how many likeliest tokens are reported of each."""
     pairs: list[Tensor] = []
     for start, few_N in zip(range(0, len(asked), _LOGPROBS_AT_ONCE), rows_N.split(_LOGPROBS_AT_ONCE), strict=True):
         most = max(top for _, top in asked[start : start + _LOGPROBS_AT_ONCE])
