@@ -5,10 +5,14 @@ HOST = 127.0.0.1
 PORT = 8000
 MODEL = smollm2-135m
 SECONDS = 300
+JOBS = 2
 
 VENV = .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 RUN = $(VENV)/bin/python -m
+
+# Files of tests go to JOBS processes, most of which wait for a compiler or a clock.
+SHARED = --numprocesses $(JOBS) --dist loadfile
 
 # A person who typed one command wants to see what it does, not how pip goes about it.
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
@@ -77,7 +81,7 @@ serve: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 	@exec $(VENV)/bin/streamengine serve --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)'
 
 test: $(VENV)/.dev $(VENV)/.model
-	$(RUN) pytest -m 'not slow'
+	$(RUN) pytest -m 'not slow' $(SHARED)
 
 # A router of another project's, for the test that we can be served behind it.
 .routers/.installed:
@@ -86,10 +90,10 @@ test: $(VENV)/.dev $(VENV)/.model
 	@touch $@
 
 test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton .routers/.installed
-	$(RUN) pytest -m 'slow and not exhaustive'
+	$(RUN) pytest -m 'slow and not exhaustive' $(SHARED)
 
 test-models: $(VENV)/.dev $(VENV)/.model
-	$(RUN) pytest -m exhaustive
+	$(RUN) pytest -m exhaustive $(SHARED)
 
 # The interpreter is not built with the sanitizer, so its runtime must be there first; what Python keeps is no leak.
 asan: $(VENV)/.dev
