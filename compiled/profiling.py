@@ -73,7 +73,10 @@ class Recorder:
                 raise ValueError(
                     f"trace {measure.trace}: torch {torch.__version__}'s profiler does not see the GPU here"
                 )
-            Path(measure.trace).write_bytes(b"")  # now, rather than after the last step, it is said that it cannot be
+            path = Path(measure.trace)
+            if path.exists() and not path.is_file():  # torch would put a file in its place, in that of /dev/null too
+                raise OSError(f"{path} is no file")
+            path.write_bytes(b"")  # now, rather than after the last step, it is said that it cannot be
         self._measure, self._run, self._about = measure, run, {one.key: one for one in about}
         self._layers, self._item_bytes, self._device = layers, item_bytes, device
         self._clock = clock_of(device)

@@ -1,6 +1,7 @@
 """Measured steps are the same steps, every call of them is seen once, and an unmeasured runner does not know of it."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,11 @@ def test_a_trace_names_every_call_by_place_and_bucket_and_every_kernel(warm: Cpu
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_measured(warm: CpuRunner, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"trace\.json"):
         warm.profile(Measure(steps=1, trace=str(tmp_path / "nowhere" / "trace.json")))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="pipe is no file"):
+        warm.profile(Measure(steps=1, trace=str(pipe)))
+    assert pipe.is_fifo()
     run(warm, 1)
     assert warm.profiled(stop=True) is None
 
