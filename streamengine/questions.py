@@ -8,8 +8,8 @@ import anyio
 
 from compiled.timeline import MAX_STEPS, Measure
 from streamengine.bell import Reply
-from streamengine.checks import exact_integer, exact_number
-from streamengine.errors import Conflict, QueueTimeout, StreamEngineError, from_code
+from streamengine.checks import check_text, exact_integer, exact_number, shown
+from streamengine.errors import Conflict, InvalidRequest, QueueTimeout, StreamEngineError, from_code
 from streamengine.link import AskProfile, AskStatistics, EndProfile, Profiled, Statistics, ToCore
 from streamengine.profile.record import Profile
 
@@ -53,19 +53,26 @@ class Questions:
         """What the next ``steps`` steps cost, as many of them as come in time. What they compute stays the same.
 
         Raises:
-            InvalidRequest: no steps, or more than `compiled.timeline.MAX_STEPS`; no time.
+            InvalidRequest: no steps, or more than `compiled.timeline.MAX_STEPS`; no time; a word that `How` has not.
             Conflict: another profile is being taken.
             QueueTimeout: there was no step.
             UnsupportedFeature: the runner is one that cannot be measured.
             EngineFailure: the core died, or the trace cannot be written.
         """
+        for name in how.keys() - DEFAULTS.keys():
+            raise InvalidRequest(f"a profile has no {name}", param=name)
         options = DEFAULTS | how
+        trace = options["trace"]
+        if trace is not None:
+            trace = check_text(os.fspath(trace) if isinstance(trace, os.PathLike) else trace, "trace")
         timeout_s = exact_number("timeout_s", options["timeout_s"], 0, 1e6, above=True)
         measure = Measure(
             exact_integer("steps", steps, 1, MAX_STEPS),
             exact_integer("plain_steps", options["plain_steps"], 0, MAX_STEPS),
-            None if options["trace"] is None else os.fspath(options["trace"]),
+            trace,
         )
+        if not isinstance(options["ceilings"], bool):
+            raise InvalidRequest(f"ceilings must be true or false, not {shown(options['ceilings'])}", param="ceilings")
         if self._profile is not None:
             raise Conflict("a profile is being taken, and only one can be at a time")
         reply = self._profile = Reply()

@@ -266,6 +266,29 @@ async def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
             await engine.profile(1, timeout_s=0)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ceilings": "no"},
+        {"ceilings": None},
+        {"trace": b"trace.json"},
+        {"trace": 3},
+        {"trace": "\udcff.json"},
+        {"trace": Path("\udcff.json")},
+        {"timeout": 3},
+    ],
+)
+async def test_what_the_core_could_not_read_is_refused_by_its_name_and_harms_no_stream(how: Any) -> None:
+    (name,) = how
+    async with engine_of(measured_runner()) as engine:
+        with anyio.fail_after(30):
+            async with engine.stream("hello", sampling=SamplingParams(temperature=0, max_tokens=200)) as stream:
+                with pytest.raises(InvalidRequest, match=name) as caught:
+                    await engine.profile(1, **how)
+                assert caught.value.param == name
+                assert (await stream.result()).text == bytes(oracle(b"hello", 200)).decode()
+
+
 # over HTTP
 
 
