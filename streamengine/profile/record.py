@@ -6,9 +6,10 @@ known, never what is zero.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from streamengine.errors import InvalidRequest
 
@@ -166,7 +167,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     hardware: Hardware
     ceilings: Ceilings | None = None
-    steps: int
+    steps: Annotated[int, Meta(ge=1)]
     step_s: StepTime
     rows: tuple[Bucket, ...] = ()
     tokens: tuple[Bucket, ...] = ()
@@ -201,5 +202,5 @@ def decode(document: bytes | str) -> Profile:
         if found != VERSION:
             raise InvalidRequest(f"a profile of version {VERSION} is needed, not {found}", param="version")
         return msgspec.convert(head, Profile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"this is no profile: {error}", param="profile") from error

@@ -166,7 +166,12 @@ def test_what_is_no_profile_is_refused(
 ) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"version": 1}')
-    for path, complaint in ((other, "no profile"), (tmp_path / "nowhere.json", "cannot read")):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    empty = tmp_path / "empty.json"
+    empty.write_bytes(encode(msgspec.structs.replace(profile(), steps=0)))
+    nowhere = tmp_path / "nowhere.json"
+    for path, complaint in ((other, "no profile"), (deep, "no profile"), (empty, "steps"), (nowhere, "cannot read")):
         assert run(["profile", "diff", files[0], str(path)]) == 2
         assert complaint in capfd.readouterr().err
 
