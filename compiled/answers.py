@@ -19,8 +19,7 @@ def answer(
     seconds: float,
 ) -> StepResult:
     """The result of step ``number``: row i of ``batch`` is the step's row ``order[i]``, a range if none was moved.
-    ``tokens`` are those of all
-    rows that are sampled, ``logprobs`` those of all logit rows, or none."""
+    ``tokens`` are those of all rows that are sampled, ``logprobs`` those of all logit rows, or none."""
     found = _arrange(_per_row(tokens, batch.samples), order)
     if not logprobs:
         return StepResult(number, found, seconds)
