@@ -103,7 +103,9 @@ function drawHead() {
     `${hardware.cpu}, ${plural(hardware.threads, "thread")} on ${plural(hardware.cores, "core")}${device}`,
     plural(steps, "step"), profile.created.replace("T", " ").slice(0, 16),
     profile.trace && `trace in ${profile.trace}`,
-    overhead && `measuring makes a step ${percent(overhead.on_s / overhead.off_s - 1)} longer`,
+    overhead && (overhead.on_s > overhead.off_s
+      ? `measuring makes a step ${percent(overhead.on_s / overhead.off_s - 1)} longer`
+      : "what measuring costs is lost in noise"),
   ].filter(Boolean).join(" · ");
   const [worst] = kinds;
   const share = worst.total / whole;

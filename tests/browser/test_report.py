@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamengine.profile.record import Kernel, Profile
+from streamengine.profile.record import Kernel, Overhead, Profile
 from streamengine.profile.report import render
 from tests.profiles import LAST, MIDDLE, burning, profile
 
@@ -131,6 +131,23 @@ def test_what_a_profile_holds_is_never_markup(tab: Any, tmp_path: Path) -> None:
     assert "owned" not in tab.title().split("·")[-1] and tab.title() != "owned"
     assert tab.locator("img").count() == 0 and tab.locator("script").count() == 2
     assert tab.locator("h1").text_content().startswith(HOSTILE)
+
+
+def test_names_without_a_space_make_the_page_no_wider(tab: Any, tmp_path: Path) -> None:
+    long = "/folder" * 60
+    show(tab, tmp_path, profile(model=long, architecture=long, trace=long, ledger={long: 1.0}, startup={long: 1.0}))
+    for width in (1280, 390):
+        tab.set_viewport_size({"width": width, "height": 800})
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize(
+    ("on_s", "told"),
+    [(0.011, "measuring makes a step 10.0 % longer"), (0.009, "what measuring costs is lost in noise")],
+)
+def test_what_measuring_costs_is_never_less_than_nothing(tab: Any, tmp_path: Path, on_s: float, told: str) -> None:
+    show(tab, tmp_path, profile(overhead=Overhead(off_s=0.01, on_s=on_s)))
+    assert told in tab.locator("#about").text_content()
 
 
 def test_a_profile_without_pieces_roofs_or_timeline_is_shown_as_far_as_it_goes(tab: Any, tmp_path: Path) -> None:
