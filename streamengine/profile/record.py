@@ -199,6 +199,8 @@ def decode(document: bytes | str) -> Profile:
     try:
         head: Any = msgspec.json.decode(document)
         found = head.get("version") if isinstance(head, dict) else None
+        if isinstance(head, dict) and isinstance(refused := head.get("error"), dict):  # what curl saved of an answer
+            raise InvalidRequest(f"this is no profile but an error: {refused.get('message')}", param="profile")
         if found != VERSION:
             raise InvalidRequest(f"a profile of version {VERSION} is needed, not {found}", param="version")
         return msgspec.convert(head, Profile)

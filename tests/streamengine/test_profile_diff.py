@@ -170,8 +170,11 @@ def test_what_is_no_profile_is_refused(
     deep.write_text("[" * 100_000)
     empty = tmp_path / "empty.json"
     empty.write_bytes(encode(msgspec.structs.replace(profile(), steps=0)))
+    refused = tmp_path / "refused.json"
+    refused.write_text('{"error": {"message": "no step was measured"}}')
     nowhere = tmp_path / "nowhere.json"
-    for path, complaint in ((other, "no profile"), (deep, "no profile"), (empty, "steps"), (nowhere, "cannot read")):
+    wrong = {other: "no profile", deep: "no profile", empty: "steps", refused: "no step was", nowhere: "cannot read"}
+    for path, complaint in wrong.items():
         assert run(["profile", "diff", files[0], str(path)]) == 2
         assert complaint in capfd.readouterr().err
 
