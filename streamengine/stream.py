@@ -58,8 +58,9 @@ class Stream:
                 print(text, end="")
             result = await stream.result()
 
-    Iterating without ``async with`` is as safe. Iteration, `result` and `cancel` raise what the request
-    ended in, if that is an error: see `streamengine.errors`.
+    Without ``async with`` leaving the loop ends the answer as well, but not the cancellation of the task around it: on
+    asyncio its traceback may keep the stream, and so the answer, alive until garbage is collected. Iteration, `result`
+    and `cancel` raise what the request ended in, if that is an error: see `streamengine.errors`.
     """
 
     def __init__(self, submit: Callable[[], Coroutine[Any, Any, Log]], abort: Callable[[Log], None]) -> None:
