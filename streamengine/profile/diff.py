@@ -194,9 +194,10 @@ def _made(one: Piece | None, other: Piece | None) -> Iterator[str]:
         yield "another graph"
     elif one.code != other.code and one.code and other.code:
         yield "other code for the same graph"
-    if (now := other.compile) is not None and now.cache != "hit":
+    was, now = one.compile, other.compile
+    if was is not None and now is not None and (was.cache, now.cache) == ("hit", "miss"):
         factor = f", {now.factor}" if now.factor else ""
-        yield f"cache {one.compile.cache if one.compile else 'unknown'} → {now.cache}{factor}"
+        yield f"cache hit → miss{factor}"
 
 
 def _notes(before: Profile, after: Profile, threshold: float) -> Iterator[str]:
