@@ -107,6 +107,7 @@ def test_a_goal_that_nothing_was_measured_for_is_not_met_and_not_missed() -> Non
     assert sorted(map(str, met.values())) == ["False", "None", "None", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_section_runs_through_on_the_recording_device(tmp_path: Path) -> None:
     told, output = run(tmp_path)

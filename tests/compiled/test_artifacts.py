@@ -79,6 +79,7 @@ def test_a_loaded_piece_computes_what_its_graph_says_for_any_number_of_rows(fold
     torch.testing.assert_close((made, view, count), want)
 
 
+@pytest.mark.slow
 def test_another_process_loads_the_same_bits_and_imports_no_compiler(tmp_path: Path) -> None:
     cold, warm = finish(start("fill", tmp_path / "c")), finish(start("find", tmp_path / "c"))
     assert cold.split(" ")[0] == warm.split(" ")[0]
@@ -86,6 +87,7 @@ def test_another_process_loads_the_same_bits_and_imports_no_compiler(tmp_path: P
     assert warm.endswith("[]\n")
 
 
+@pytest.mark.slow
 def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
     first, second = (start("fill", tmp_path / "c") for _ in range(2))
     assert finish(first) == finish(second)

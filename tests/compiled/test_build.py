@@ -62,6 +62,7 @@ def test_layers_of_a_kind_and_all_layers_traced_give_the_same_bits(kind: str, tm
     assert torch.allclose(unrolled, run(folder, eager=True), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_read_while_the_code_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = threading.Event()
 
@@ -98,6 +99,7 @@ print(json.dumps([names, runner.logits(step).tolist()]))
     assert len(got[0]) == first.shape[1]
 
 
+@pytest.mark.slow
 def test_a_second_start_of_a_model_whose_experts_are_merged_on_load_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

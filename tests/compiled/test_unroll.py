@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 7, **DEEPSEEK},
     "gpt_oss": {"num_hidden_layers": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+SLOW = {"gemma3_text", "deepseek_v3", "gpt_oss"}
+"""All their layers are traced beside one of each kind."""
 
 
 def skeleton(kind: str, **changes: Any) -> Any:
@@ -73,7 +75,9 @@ def wiring(parts: Split) -> list[Any]:
     return [*told, makers[parts.output]]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in MODELS]
+)
 def test_pieces_names_and_wiring_are_those_of_the_whole_model_s_trace(kind: str) -> None:
     unrolled, whole, layers = splits(skeleton(kind))
     assert layers is not None
