@@ -124,8 +124,8 @@ class GpuRunner:
         self.kv: KVSpec = store.spec
         self._store = store
         with torch.inference_mode():
-            self._passes = self._make_passes(store)
-        self._way = self._measured = Way(self._passes, self._inputs.send, self._bits, self._sampler.sample)
+            self.passes = self._make_passes(store)
+        self._way = self._measured = Way(self.passes, self._inputs.send, self._bits, self._sampler.sample)
 
     def note(self, **facts: float) -> None:
         """Add to what `statistics` tells."""
@@ -147,7 +147,7 @@ class GpuRunner:
         self.profiled(stop=True)
         item_bytes = self._store.layers[0][0].itemsize
         self._recorder = Recorder(
-            measure, self._passes.forward, STAGES, self._about, self._layers, item_bytes, device=self.device.torch
+            measure, self.passes.forward, STAGES, self._about, self._layers, item_bytes, device=self.device.torch
         )
         self._measured = self._way.measured(self._recorder, self.device)
 
@@ -284,18 +284,18 @@ class GpuRunner:
         """The few graphs to start with, and every kind of sampling. Nothing is kept of what it counted."""
         self._meter.prepare()
         with torch.inference_mode():
-            self._passes.warmup()
+            self.passes.warmup()
         for step in rehearsal.warm_up(self.kv.page_size):
             self.submit(step).wait()
         self._meter.serve()
 
     def capture_next(self) -> bool:
         """Spend idle time on a graph that steps have missed; False: none is."""
-        return self._passes.capture_next()
+        return self.passes.capture_next()
 
     def statistics(self) -> dict[str, float]:
         kv_bytes = self.kv.pages * self.kv.page_bytes
-        return self._meter.statistics() | self._passes.statistics() | {"kv_bytes": kv_bytes}
+        return self._meter.statistics() | self.passes.statistics() | {"kv_bytes": kv_bytes}
 
 
 def _measure(

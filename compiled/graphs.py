@@ -93,6 +93,8 @@ class Graphs:
         attention: planned here, before each step.
         max_num_batched_tokens: of any step.
         row_pages: of the longest row.
+
+    ``buckets`` may be replaced: sizes that are no longer among them are not used.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Graphs:
         self.forward = program
         self.attention = attention
         self._device = device
-        self._buckets = buckets
+        self.buckets = buckets
         self._row_pages = row_pages
         most = max(max_num_batched_tokens, buckets.pieces[-1], buckets.whole[-1])
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device.torch)
@@ -122,7 +124,7 @@ class Graphs:
 
     def warmup(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Capture ``buckets`` (None: the few to start with), largest first."""
-        for bucket in sorted(set(self._buckets.first() if buckets is None else buckets), reverse=True):
+        for bucket in sorted(set(self.buckets.first() if buckets is None else buckets), reverse=True):
             self._capture(bucket)
 
     def capture_next(self) -> bool:
@@ -136,11 +138,11 @@ class Graphs:
     def place(self, tokens: int, rows: int, *, decoding: bool) -> Place:
         """Where to put the inputs of a step of so many tokens and logit rows; the last step's are no longer there.
         ``decoding``: each row has one token, and its logits are wanted, in order."""
-        bucket = self._buckets.fit(tokens, decoding)
+        bucket = self.buckets.fit(tokens, decoding)
         if bucket is not None and not self._has(bucket):
             self._miss(bucket)
         if decoding and (bucket is None or not self._has(bucket)):
-            bucket = self._buckets.fit(tokens, False)
+            bucket = self.buckets.fit(tokens, False)
         if bucket is None or not self._has(bucket):
             return self._at(None, max(tokens, SMALLEST), max(rows, SMALLEST))
         return (
@@ -286,7 +288,7 @@ class Graphs:
         """Memory for an attention's result in which no other register lies: the same one for all layers and buckets,
         unless a result is read after the next attention."""
         query, _, value, *_ = arguments
-        shape = self._buckets.pieces[-1], query.shape[1], value.shape[2]
+        shape = self.buckets.pieces[-1], query.shape[1], value.shape[2]
         taken = {_memory(one) for one in (*arguments, *held) if isinstance(one, Tensor)}
         outs = self._outs.setdefault((shape, query.dtype), [])
         out = next((out for out in outs if _memory(out) not in taken), None)

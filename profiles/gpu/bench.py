@@ -127,19 +127,19 @@ class Launches:
 @contextmanager
 def limited(runner: Any, *, whole: bool, pieces: bool) -> Iterator[None]:
     """As if the runner had no graphs of the whole pass, or of pieces."""
-    passes = runner._passes
-    everything = passes._buckets
-    passes._buckets = Buckets(everything.whole if whole else (), everything.pieces if pieces else ())
+    passes = runner.passes
+    everything = passes.buckets
+    passes.buckets = Buckets(everything.whole if whole else (), everything.pieces if pieces else ())
     try:
         yield
     finally:
-        passes._buckets = everything
+        passes.buckets = everything
 
 
 def capture_all(runner: Any) -> dict[str, float]:
     """Capture every size that there is, also those that a server captures when traffic asks; what that took."""
-    passes = runner._passes
-    sizes = passes._buckets
+    passes = runner.passes
+    sizes = passes.buckets
     passes.warmup([*(Bucket(size, True) for size in sizes.whole), *(Bucket(size, False) for size in sizes.pieces)])
     told = passes.statistics()
     return {"graphs": told["graphs"], "capture_seconds": told["graph_seconds"], "graph_bytes": told["graph_bytes"]}

@@ -22,3 +22,11 @@ def browser() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+@pytest.fixture
+def complaints() -> Iterator[list[str]]:
+    """What a test's page did that it must not, noted by whoever opens it; there must be nothing."""
+    complaints: list[str] = []
+    yield complaints
+    assert complaints == []

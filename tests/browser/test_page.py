@@ -54,14 +54,6 @@ def site(runner: FakeRunner) -> Iterator[Served]:
 
 
 @pytest.fixture
-def complaints() -> Iterator[list[str]]:
-    """What the console said, which must be nothing: a blocked style, an error."""
-    complaints: list[str] = []
-    yield complaints
-    assert complaints == []
-
-
-@pytest.fixture
 def tab(browser: Any, complaints: list[str]) -> Iterator[Any]:
     """Empty, in a profile of its own."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})

@@ -17,14 +17,6 @@ HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=
 
 
 @pytest.fixture
-def complaints() -> Iterator[list[str]]:
-    """What the console said or the page asked of the network, which must be nothing."""
-    complaints: list[str] = []
-    yield complaints
-    assert complaints == []
-
-
-@pytest.fixture
 def tab(browser: Any, complaints: list[str]) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     tab = context.new_page()

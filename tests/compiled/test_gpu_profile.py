@@ -124,14 +124,14 @@ def test_eight_steps_that_are_measured_in_flight_add_up_lose_no_token_and_leave_
 
 
 def test_an_unmeasured_step_runs_the_very_same_list_of_calls(runner: GpuRunner) -> None:
-    program = runner._passes.forward
+    program = runner.passes.forward
     assert isinstance(program, Program)
     entries = program.entries
     functions = [entry.function for entry in entries]
     answer(runner, 6, asking(runner, 1, Measure(steps=2)))
     window_of(runner)
-    assert runner._way.passes is runner._passes
-    assert runner._passes.forward is program
+    assert runner._way.passes is runner.passes
+    assert runner.passes.forward is program
     assert program.entries is entries
     assert [entry.function for entry in entries] == functions
 

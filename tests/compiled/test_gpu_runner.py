@@ -96,8 +96,8 @@ def test_a_grammar_is_waited_for_when_the_forward_pass_is_launched_and_not_befor
     runner: GpuRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
-    run = runner._passes.run
-    monkeypatch.setattr(runner._passes, "run", lambda *given: (happened.append("launched"), run(*given))[1])
+    run = runner.passes.run
+    monkeypatch.setattr(runner.passes, "run", lambda *given: (happened.append("launched"), run(*given))[1])
     row = Row(0, (3, 5), 0, (1,), Sampling(), mask=0)
     free = Row(1, (3, 5), 0, (2,), Sampling())
     step = Step(1, (free, row), masks=Grammar((40,), lambda: happened.append("waited")))
@@ -115,8 +115,8 @@ def test_waiting_is_not_the_hosts_work(runner: GpuRunner, monkeypatch: pytest.Mo
         now[0] += seconds
 
     before = runner.statistics()["host_seconds"]
-    run = runner._passes.run
-    monkeypatch.setattr(runner._passes, "run", lambda *given: (pass_seconds(0.25), run(*given))[1])
+    run = runner.passes.run
+    monkeypatch.setattr(runner.passes, "run", lambda *given: (pass_seconds(0.25), run(*given))[1])
     step = Step(1, (Row(0, (3, 5), 0, (1,), Sampling(), mask=0),), masks=Grammar((4,), lambda: pass_seconds(5)))
     first = runner.submit(step)
     second = runner.submit(Step(2, (Row(1, (3,), 0, (2,), Sampling()),)))
