@@ -1,5 +1,6 @@
 """The composition root: the only place that builds a runner, a tokenizer and an engine from a config."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -161,9 +162,13 @@ def _startup_errors() -> Iterator[None]:
 
 
 def default_threads() -> int:
-    """All usable cores but one: compute threads that spin at a barrier while the event loop or a client
-    holds the core they wait for are slower than fewer threads that never wait."""
-    return max(1, usable_cores() - 1)
+    """``OMP_NUM_THREADS``, or all usable cores but one, which is the event loop's and its clients': threads that spin
+    at a barrier while somebody else holds the core they wait for are slow. Of two cores both: half of the machine is
+    more than what the waiting costs (profiles/LOG.md)."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return max(usable_cores() - 1, min(usable_cores(), 2))
 
 
 @asynccontextmanager

@@ -27,7 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         eager: run uncompiled with the reference attention: slow, and the truth.
         attention: ``flashinfer`` is for GPUs, ``cpu`` the C++ kernel, ``reference`` plain PyTorch, ``auto`` the best
             there is.
-        threads: compute threads; ``None`` leaves one core to the event loop and its clients.
+        threads: compute threads; ``None`` is ``OMP_NUM_THREADS`` where it is set, else both of two cores, and of more
+            all but one, which is left to the event loop and its clients.
         page_size: tokens per KV page.
         kv_pages: size of the pool; ``None`` sizes it from free memory.
         max_model_len: prompt + answer in tokens; ``None`` is the model's own limit.
@@ -37,7 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         enable_prefix_caching: pages of a prompt that was computed before are used again, within one tenant.
         prefix_quota: share of the pool that one tenant's cached prefixes may hold while others have some.
         long_prefill_token_threshold: prompt tokens of one request in one step at most; ``None`` is the whole budget.
-        target_itl_ms: prompts go in by chunks small enough that running answers get a token this often.
+        target_itl_ms: prompts go in by chunks small enough that running answers get a token this often; ``None``: by
+            chunks as large as a step.
         priority_ageing_s: after so many seconds of waiting a request counts as one priority higher.
         max_n: answers that one request may draw.
         speculate_tokens: guess so many tokens per step from a request's own text, where it does not say itself.
@@ -63,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     prefix_quota: Annotated[float, Meta(gt=0, le=1)] = 0.5
     long_prefill_token_threshold: Count | None = None
-    target_itl_ms: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    target_itl_ms: Annotated[float, Meta(gt=0, le=1e6)] | None = 200.0
     priority_ageing_s: Annotated[float, Meta(gt=0, le=1e9)] = 60.0
     max_n: Count = 16
     speculate_tokens: Annotated[int, Meta(ge=0, le=16)] = 0

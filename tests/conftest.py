@@ -1,7 +1,12 @@
 """What every test gets: both event loops, deterministic examples."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Several test files run at once: compute threads that wait for each other would wait for the other files as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples on every run: a failure seen once is seen again. `--hypothesis-profile=thorough` looks further.
 settings.register_profile(

@@ -7,6 +7,7 @@ import msgspec
 import numpy
 import pytest
 
+from streamengine import compose
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.errors import StartupError
 
@@ -65,3 +66,17 @@ def test_numbers_of_other_libraries_and_paths_become_what_can_travel() -> None:
     assert (config.model, config.page_size, config.prefix_quota) == ("/models/a", 8, 0.5)
     assert type(config.target_itl_ms) is float
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2), (64, 63)])
+def test_of_many_cores_one_is_left_to_the_event_loop(cores, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(compose, "usable_cores", lambda: cores)
+    assert compose.default_threads() == threads
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("5,2", 5), ("0", 2), ("many", 2), ("", 2)])
+def test_the_variable_of_openmp_says_how_many_threads(variable, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(compose, "usable_cores", lambda: 2)
+    assert compose.default_threads() == threads
