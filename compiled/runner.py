@@ -23,7 +23,6 @@ from compiled.attention.base import AttentionSpec
 from compiled.attention.layers import ModelAttention
 from compiled.backends import MakeAttention, choose_backend
 from compiled.batch import Batch
-from compiled.buckets import Buckets
 from compiled.build import (
     FAST,
     BuildOptions,
@@ -37,16 +36,17 @@ from compiled.build import (
 from compiled.ceilings import measure_ceilings
 from compiled.choices import RunnerOptions, pick_attention, pick_device, pick_dtype, pick_kv_dtype
 from compiled.compilations import Watch
-from compiled.cuda import Cuda
 from compiled.device import Device
-from compiled.gpu_runner import GpuRunner
-from compiled.graphs import Graphs
+from compiled.gpu.buckets import Buckets
+from compiled.gpu.cuda import Cuda
+from compiled.gpu.graphs import Graphs
+from compiled.gpu.passes import Passes, Ungraphed
+from compiled.gpu.recording import Recording
+from compiled.gpu.runner import GpuRunner
 from compiled.kv_store import KVStore
 from compiled.parameters import DTYPES
-from compiled.passes import Passes, Ungraphed
 from compiled.profiling import Recorder
 from compiled.program import Forward
-from compiled.recording import Recording
 from compiled.stages import HOST, Stages
 from compiled.step import KVSpec, Logprob, ModelSpec, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window

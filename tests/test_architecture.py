@@ -88,21 +88,18 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "checks": {"errors"},
         "errors": set(),
     },
-    # runner → {allocation, gpu_runner} → {batch, build, graphs, sampler}
+    # runner → {allocation, gpu, stages} → {batch, build, sampler}
     # build → {cold, program} → artifacts → recipe → attention → step
     # cold → {unroll, pieces} → {outline, trace} → {skeleton, split} → model
     "compiled": {
         "__init__": set(),
-        "runner": {"allocation", "backends", "cuda", "gpu_runner", "recording", "stages"},
+        "runner": {"allocation", "backends", "gpu", "stages"},
         "stages": {"batch", "logprobs", "profiling", "sampler"},
         "profiling": {"clock", "program"},
         "clock": set(),
         "counting": {"split"},
         "provision": {"choices", "cold"},
-        "gpu_runner": {"answers", "ceilings", "device_sampler", "meter", "passes", "rehearsal", "selfcheck"},
-        "passes": {"batch", "graphs", "logprobs", "profiling"},
-        "answers": {"batch"},
-        "meter": {"compilations", "step"},
+        "gpu": {"batch", "ceilings", "compilations", "logprobs", "profiling", "rehearsal", "sampler", "selfcheck"},
         "allocation": {"build", "choices", "kv_store", "rehearsal"},
         "backends": {"choices", "kv_store", "weights"},
         "choices": {"attention", "parameters"},
@@ -116,12 +113,6 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "outline": {"skeleton", "split"},
         "trace": {"skeleton"},
         "skeleton": {"model"},
-        "graphs": {"buckets", "device"},
-        "buckets": {"program"},
-        "cuda": {"device"},
-        "recording": {"device", "memory"},
-        "device_sampler": {"sampler", "staging"},
-        "staging": {"device"},
         "device": set(),
         "program": {"inductor", "linear", "recipe"},
         "parameters": {"recipe"},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from compiled.recording import Recording
+from compiled.gpu.recording import Recording
 from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import Handle, Sampling, Step
 from streamengine.kv import KVPool

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from compiled import choices
-from compiled.gpu_runner import GpuRunner
+from compiled.gpu.recording import Recording
+from compiled.gpu.runner import GpuRunner
+from compiled.gpu.staging import Inputs, Outputs, Parcel
 from compiled.kv_store import SHARE_OF_FREE_MEMORY
-from compiled.recording import Recording
 from compiled.runner import RunnerOptions, build_runner
-from compiled.staging import Inputs, Outputs, Parcel
 from compiled.step import LoadError, Row, Sampling, Step
 from tests.compiled import tiny
 

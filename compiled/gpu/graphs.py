@@ -30,8 +30,8 @@ from torch import Tensor
 
 from compiled.attention.layers import ModelAttention
 from compiled.attention.tables import Tables, pad
-from compiled.buckets import Bucket, Buckets
 from compiled.device import Device, Graph
+from compiled.gpu.buckets import Bucket, Buckets
 from compiled.program import SMALLEST, Entry, Program
 from compiled.recipe import Run
 from compiled.step import PADDING_PAGE

@@ -22,18 +22,18 @@ from torch import Tensor
 
 from compiled import batch as batches
 from compiled import rehearsal, selfcheck
-from compiled.answers import answer, logit_rows
 from compiled.attention.base import AttentionSpec
 from compiled.ceilings import measure_ceilings
 from compiled.device import Device
-from compiled.device_sampler import DeviceSampler, Unseen, stage
+from compiled.gpu.answers import answer, logit_rows
+from compiled.gpu.meter import Meter
+from compiled.gpu.passes import STAGES, Passes, Way
+from compiled.gpu.sampler import DeviceSampler, Unseen, stage
+from compiled.gpu.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.kv_store import KVStore
 from compiled.logprobs import tell
-from compiled.meter import Meter
-from compiled.passes import STAGES, Passes, Way
 from compiled.profiling import Recorder
 from compiled.program import SMALLEST
-from compiled.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
 
