@@ -8,16 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import attrgetter, is_not
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled import program, rehearsal, selfcheck
 from compiled.allocation import LocalRunner, allocate
+from compiled.answers import answer
 from compiled.artifacts import Cache
 from compiled.attention.base import AttentionSpec
 from compiled.attention.layers import ModelAttention
@@ -66,9 +66,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_PerRow = tuple[tuple[_T, ...], ...]
 
 
 class FinishedStep:
@@ -124,7 +121,7 @@ class CpuRunner:
         stages = self._measured if recorder is not None and recorder.begin(step) else self._stages
         started = time.perf_counter()
         with torch.inference_mode():
-            tokens, drawn, scores = self._execute(step, stages)
+            batch, tokens, found = self._execute(step, stages)
         seconds = time.perf_counter() - started
         if recorder is not None:
             recorder.end()
@@ -135,7 +132,7 @@ class CpuRunner:
             for what in self._watch.look():
                 self._compilations += 1
                 log.error("step %d: something was compiled while serving: %s", step.number, what)
-        return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
+        return FinishedStep(answer(step.number, batch, range(len(step.rows)), tokens, found, seconds))
 
     def profile(self, measure: Measure) -> None:
         """See `compiled.timeline.Profiled`."""
@@ -158,8 +155,8 @@ class CpuRunner:
         """See `compiled.timeline.Profiled`."""
         return measure_ceilings(self.model.dtype)
 
-    def _execute(self, step: Step, stages: Stages) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
-        """For each row: tokens, their log-probabilities, and those of its targets."""
+    def _execute(self, step: Step, stages: Stages) -> tuple[Batch, list[int], Sequence[Logprob | None]]:
+        """The tokens that were sampled, and what is reported of all logit rows, or nothing of any."""
         batch = self._prepare(step, stages)
         started = time.perf_counter()
         logits_RV = self._forward(batch, stages)
@@ -171,12 +168,10 @@ class CpuRunner:
         self._broken_rows += broken
         self._forward_seconds += computed - started
         self._sample_seconds += time.perf_counter() - computed
-        tokens = _per_row(tokens_R.tolist(), batch.samples)
         if not any(map(is_not, batch.tops, repeat(None))):
-            return tokens, (), ()
+            return batch, tokens_R.tolist(), ()
         found = stages.logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
-        drawn, scores = _per_row(found[:sampled], batch.samples), _per_row(found[sampled:], batch.scores)
-        return tokens, _asked(drawn), _asked(scores)
+        return batch, tokens_R.tolist(), found
 
     def _prepare(self, step: Step, stages: Stages) -> Batch:
         for source, target in step.copies:
@@ -226,17 +221,6 @@ class CpuRunner:
             "compilations_after_ready": self._compilations,
             "kv_bytes": self.kv.pages * self.kv.page_bytes,
         }
-
-
-def _per_row(items: Sequence[_T], counts: Sequence[int]) -> _PerRow[_T]:
-    """The next ``counts[i]`` items for row i."""
-    return tuple(map(tuple(items).__getitem__, map(slice, accumulate(counts, initial=0), accumulate(counts))))
-
-
-def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
-    """What was asked for; nothing at all where no row asked."""
-    rows = tuple(tuple(one for one in row if one is not None) for row in found)
-    return rows if any(rows) else ()
 
 
 def build_runner(

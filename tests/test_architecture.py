@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"streamengine": ROOT, "compiled": ROOT, "streamengine_sdk": ROOT / "sdk"}
 MAX_LINES = 400
-MAX_TOTAL_LINES = 30_000
+MAX_TOTAL_LINES = 30_500
 
 BELOW: dict[str, dict[str, set[str]]] = {
     # cli → server → session → compose → engine → {answer, stream} → choice → {intake, log, text} → tokenizer
@@ -94,12 +94,13 @@ BELOW: dict[str, dict[str, set[str]]] = {
     "compiled": {
         "__init__": set(),
         "runner": {"allocation", "backends", "gpu", "stages"},
-        "stages": {"batch", "logprobs", "profiling", "sampler"},
+        "stages": {"answers", "logprobs", "profiling", "sampler"},
+        "answers": {"batch"},
         "profiling": {"clock", "program"},
         "clock": set(),
         "counting": {"split"},
         "provision": {"choices", "cold"},
-        "gpu": {"batch", "ceilings", "compilations", "logprobs", "profiling", "rehearsal", "sampler", "selfcheck"},
+        "gpu": {"answers", "ceilings", "compilations", "logprobs", "profiling", "rehearsal", "sampler", "selfcheck"},
         "allocation": {"build", "choices", "kv_store", "rehearsal"},
         "backends": {"choices", "kv_store", "weights"},
         "choices": {"attention", "parameters"},
