@@ -19,7 +19,7 @@ from compiled import program, rehearsal, selfcheck
 from compiled.allocation import LocalRunner, allocate
 from compiled.answers import answer
 from compiled.artifacts import Cache
-from compiled.attention.base import AttentionSpec
+from compiled.attention.base import FP8, AttentionSpec
 from compiled.attention.layers import ModelAttention
 from compiled.backends import MakeAttention, choose_backend
 from compiled.batch import Batch
@@ -43,6 +43,7 @@ from compiled.gpu.graphs import Graphs
 from compiled.gpu.passes import Passes, Ungraphed
 from compiled.gpu.recording import Recording
 from compiled.gpu.runner import GpuRunner
+from compiled.kv_scales import read_scales
 from compiled.kv_store import KVStore
 from compiled.parameters import DTYPES
 from compiled.profiling import Recorder
@@ -246,7 +247,8 @@ def build_runner(
         backend = choosing.result()
     dtype = DTYPES[built.spec.dtype]
     kv_dtype = pick_kv_dtype(options.kv_dtype, dtype)
-    attention = backend.attention(built.layers, dtype, kv_dtype)
+    scales = read_scales(folder, len(built.layers)) if kv_dtype == FP8 else None
+    attention = backend.attention(built.layers, dtype, kv_dtype, scales)
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
