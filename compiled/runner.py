@@ -282,13 +282,19 @@ def _passes(
     # A step that scores a prompt has a logit row for each of its tokens beside those that are sampled.
     most = options.max_num_batched_tokens + options.max_num_seqs
     row_pages = -(-built.spec.max_model_len // options.page_size)
+    graphs: Graphs | None = None
 
     def over(store: KVStore) -> Passes:
+        nonlocal graphs
         if not (captures and options.graphs and isinstance(built.run, program.Program)):
             return Ungraphed(built.run, attention(store), device)
-        buckets = Buckets.of(options.max_num_seqs, options.max_num_batched_tokens)
         pages = min(row_pages, store.spec.pages)
-        return Graphs(built.run, attention(store), device, buckets, most, pages)
+        if graphs is None:
+            buckets = Buckets.of(options.max_num_seqs, options.max_num_batched_tokens)
+            graphs = Graphs(built.run, attention(store), device, buckets, most, pages)
+        else:  # those of the rehearsal, which has shown how much memory they take
+            graphs.move(attention(store), pages)
+        return graphs
 
     return over
 

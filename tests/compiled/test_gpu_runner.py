@@ -227,7 +227,17 @@ def test_the_cache_takes_what_a_full_step_leaves_of_the_memory(
     runner = start(kv_pages=None, eager=False, max_num_seqs=64, max_num_batched_tokens=64)
     left = int((20 << 20) * SHARE_OF_FREE_MEMORY) - runner.statistics()["step_bytes"]
     assert runner.kv.pages == left // runner.kv.page_bytes < 1 + 64 * 256 // 4, "not all that could ever be used"
-    assert runner.statistics()["graphs"] == 0, "those of the rehearsal are gone"
+    kept = runner.statistics()
+    assert kept["graph_buckets"] == 1, "of the rehearsal's, those of pieces stay"
+    captured: list[object] = []
+    capture = runner.device.capture
+    monkeypatch.setattr(runner.device, "capture", lambda *given: (captured.append(given), capture(*given))[1])
+    runner.warmup()
+    assert len(captured) == 2, "a graph of a whole pass has the addresses of the pages in it"
+    assert runner.statistics()["graphs"] == kept["graphs"] + 2
+    assert runner.submit(Step(1, (Row(0, (3, 5), 0, (1,), Sampling()),))).wait().tokens == (
+        start(device="cpu").submit(Step(1, (Row(0, (3, 5), 0, (1,), Sampling()),))).wait().tokens
+    )
 
 
 def test_inputs_travel_in_one_copy_from_memory_that_is_not_touched_before_they_are_there() -> None:
