@@ -56,7 +56,9 @@ def allocate(
     measure = peak_of if device is None else device.peak_of
     step_bytes = measure(lambda: runner.submit(step).wait())
     if device is not None:
-        runner.warmup()  # graphs, and code that is loaded to the device: what is free now is free when serving
+        # Graphs, and code that is loaded to the device: what is free now is free when serving. Graphs of whole passes
+        # have the addresses of these few pages, and are captured anew over those that there will be.
+        runner.warmup()
     pages = size_pool(
         shape,
         asked=options.kv_pages,

@@ -20,6 +20,8 @@ from compiled.weights import cache_folder
 log = logging.getLogger(__name__)
 
 MakeAttention = Callable[[KVStore], ModelAttention]
+Scales = Sequence[tuple[float, float]]
+"""Of each layer's keys and values; see `Attention`."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,17 @@ class Backend:
         """Whether a graph of the device may contain it."""
         return self.device is not None and (self.device.name != "cuda" or self.name == "flashinfer")
 
-    def attention(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, cache: torch.dtype) -> MakeAttention:
-        """What makes the attention of ``layers`` over a store, with operands of ``dtype`` and a KV cache of ``cache``.
+    def attention(
+        self, layers: Sequence[AttentionSpec], dtype: torch.dtype, cache: torch.dtype, scales: Scales | None = None
+    ) -> MakeAttention:
+        """What makes the attention of ``layers`` over a store, with operands of ``dtype`` and a KV cache of ``cache``,
+        which has ``scales`` if it is a float8 one.
 
         Raises:
             LoadError: it lacks something that there is no substitute for.
         """
         if self.name == "flashinfer":
-            return self._flashinfer(layers, dtype, cache)
+            return self._flashinfer(layers, dtype, cache, scales)
         if self.name == "cpu" and cache == FP8:
             raise LoadError("kv_dtype fp8_e4m3: attention cpu has no such KV cache, reference and flashinfer have one")
         missing = {spec: CpuAttention.lacks(spec) for spec in layers} if self.name == "cpu" else {}
@@ -52,7 +57,7 @@ class Backend:
 
         def make(spec: AttentionSpec, views: Views) -> Attention:
             if self.name == "reference" or missing[spec]:
-                return ReferenceAttention(spec, views, dtype=dtype, scales=_scales(views, cache))
+                return ReferenceAttention(spec, views, dtype=dtype, scales=_of(spec, layers, scales))
             return CpuAttention(spec, views, load_kernel(cache_folder() / "kernels"), threads=self.options.threads)
 
         return lambda store: ModelAttention(layers, store.layers, make)
@@ -62,7 +67,9 @@ class Backend:
         if self.name == "flashinfer":
             modules.seal()
 
-    def _flashinfer(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, cache: torch.dtype) -> MakeAttention:
+    def _flashinfer(
+        self, layers: Sequence[AttentionSpec], dtype: torch.dtype, cache: torch.dtype, scales: Scales | None
+    ) -> MakeAttention:
         # Optional: for machines with a GPU.
         from compiled.attention.flashinfer import FlashInferAttention, Workspace
 
@@ -80,7 +87,7 @@ class Backend:
         workspace = Workspace(self.device)
 
         def make(spec: AttentionSpec, views: Views) -> Attention:
-            return FlashInferAttention(spec, views, workspace, dtype=dtype, scales=_scales(views, cache))
+            return FlashInferAttention(spec, views, workspace, dtype=dtype, scales=_of(spec, layers, scales))
 
         return lambda store: ModelAttention(layers, store.layers, make)
 
@@ -95,6 +102,6 @@ def choose_backend(options: RunnerOptions, device: Device | None) -> Backend:
     )
 
 
-def _scales(views: Views, cache: torch.dtype) -> list[tuple[float, float]] | None:
-    """What a float8 cache's numbers are multiplied by: nothing, as long as no checkpoint says otherwise."""
-    return [(1.0, 1.0)] * len(views) if cache == FP8 else None
+def _of(spec: AttentionSpec, layers: Sequence[AttentionSpec], scales: Scales | None) -> Scales | None:
+    """Those of the layers that attend by ``spec``, in their order, as `ModelAttention` groups them."""
+    return None if scales is None else [scale for one, scale in zip(layers, scales, strict=True) if one == spec]

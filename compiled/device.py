@@ -1,7 +1,7 @@
 """What a GPU runner needs of a machine: memory, order of work, and graphs of work that are replayed.
 
-Two machines fit: `compiled.cuda.Cuda`, and `compiled.recording.Recording`, which has a CUDA graph's semantics on CPU
-tensors, so that every rule below is kept or broken where a test sees it.
+Two machines fit: `compiled.gpu.cuda.Cuda`, and `compiled.gpu.recording.Recording`, which has a CUDA graph's semantics
+on CPU tensors, so that every rule below is kept or broken where a test sees it.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from compiled.attention import operator
 from compiled.attention.base import AttentionSpec
 from compiled.facts import context_limit, token_ids
+from compiled.kv_scales import quantizes_cache_only
 from compiled.probe import probe
 from compiled.recipe import ModelFacts
 from compiled.rope import settle_rope
@@ -157,8 +158,10 @@ def read_config(folder: Path) -> Any:
         raise LoadError(f"{folder}/config.json is not valid: {type(error).__name__}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
         raise LoadError(f"model type {kind!r} is an encoder-decoder, which is not supported")
-    if getattr(config, "quantization_config", None):
-        raise LoadError("quantized checkpoints are not supported yet; use the unquantized one")
+    if quantization := getattr(config, "quantization_config", None):
+        if not quantizes_cache_only(quantization):
+            raise LoadError("quantized checkpoints are not supported yet; use the unquantized one")
+        del config.quantization_config  # transformers would look for a library that reads such weights
     return config
 
 

@@ -30,24 +30,24 @@ def read_directly(folder: Path, held: Mapping[str, Held]) -> dict[str, Tensor] |
     """
     with ExitStack() as stack:
         try:
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)]
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
             tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
             return {name: _tensor(tensors, name, one) for name, one in held.items()}
-        except (OSError, ValueError, SafetensorError, _Missing):
+        except (OSError, ValueError, SafetensorError, MissingTensor):
             return None
 
 
-class _Missing(Exception):
+class MissingTensor(Exception):
     """A tensor is not there, or not in this shape."""
 
 
-def _files(folder: Path) -> list[Path]:
-    """What transformers would read: one file, or all that the index names."""
+def weight_files(folder: Path) -> list[Path]:
+    """What transformers would read: one file, or all that the index names. Raises MissingTensor."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise _Missing
+        raise MissingTensor
     names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return [folder / Path(name).name for name in sorted(names)]
 
@@ -55,10 +55,10 @@ def _files(folder: Path) -> list[Path]:
 def _tensor(files: Mapping[str, safe_open], name: str, held: Held) -> Tensor:
     found = _find(files, name)
     if found is None:
-        raise _Missing
+        raise MissingTensor
     tensor = files[found].get_tensor(found)
     if tuple(tensor.shape) != held.shape:
-        raise _Missing
+        raise MissingTensor
     for alias in held.aliases:
         other = _find(files, alias)
         if other is not None and not torch.equal(files[other].get_tensor(other), tensor):

@@ -8,22 +8,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import attrgetter, is_not
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled import program, rehearsal, selfcheck
 from compiled.allocation import LocalRunner, allocate
+from compiled.answers import answer
 from compiled.artifacts import Cache
-from compiled.attention.base import AttentionSpec
+from compiled.attention.base import FP8, AttentionSpec
 from compiled.attention.layers import ModelAttention
 from compiled.backends import MakeAttention, choose_backend
 from compiled.batch import Batch
-from compiled.buckets import Buckets
 from compiled.build import (
     FAST,
     BuildOptions,
@@ -37,16 +36,18 @@ from compiled.build import (
 from compiled.ceilings import measure_ceilings
 from compiled.choices import RunnerOptions, pick_attention, pick_device, pick_dtype, pick_kv_dtype
 from compiled.compilations import Watch
-from compiled.cuda import Cuda
 from compiled.device import Device
-from compiled.gpu_runner import GpuRunner
-from compiled.graphs import Graphs
+from compiled.gpu.buckets import Buckets
+from compiled.gpu.cuda import Cuda
+from compiled.gpu.graphs import Graphs
+from compiled.gpu.passes import Passes, Ungraphed
+from compiled.gpu.recording import Recording
+from compiled.gpu.runner import GpuRunner
+from compiled.kv_scales import read_scales
 from compiled.kv_store import KVStore
 from compiled.parameters import DTYPES
-from compiled.passes import Passes, Ungraphed
 from compiled.profiling import Recorder
 from compiled.program import Forward
-from compiled.recording import Recording
 from compiled.stages import HOST, Stages
 from compiled.step import KVSpec, Logprob, ModelSpec, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
@@ -66,9 +67,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_PerRow = tuple[tuple[_T, ...], ...]
 
 
 class FinishedStep:
@@ -124,7 +122,7 @@ class CpuRunner:
         stages = self._measured if recorder is not None and recorder.begin(step) else self._stages
         started = time.perf_counter()
         with torch.inference_mode():
-            tokens, drawn, scores = self._execute(step, stages)
+            batch, tokens, found = self._execute(step, stages)
         seconds = time.perf_counter() - started
         if recorder is not None:
             recorder.end()
@@ -135,7 +133,7 @@ class CpuRunner:
             for what in self._watch.look():
                 self._compilations += 1
                 log.error("step %d: something was compiled while serving: %s", step.number, what)
-        return FinishedStep(StepResult(step.number, tokens, seconds, drawn, scores))
+        return FinishedStep(answer(step.number, batch, range(len(step.rows)), tokens, found, seconds))
 
     def profile(self, measure: Measure) -> None:
         """See `compiled.timeline.Profiled`."""
@@ -158,8 +156,8 @@ class CpuRunner:
         """See `compiled.timeline.Profiled`."""
         return measure_ceilings(self.model.dtype)
 
-    def _execute(self, step: Step, stages: Stages) -> tuple[_PerRow[int], _PerRow[Logprob], _PerRow[Logprob]]:
-        """For each row: tokens, their log-probabilities, and those of its targets."""
+    def _execute(self, step: Step, stages: Stages) -> tuple[Batch, list[int], Sequence[Logprob | None]]:
+        """The tokens that were sampled, and what is reported of all logit rows, or nothing of any."""
         batch = self._prepare(step, stages)
         started = time.perf_counter()
         logits_RV = self._forward(batch, stages)
@@ -171,12 +169,10 @@ class CpuRunner:
         self._broken_rows += broken
         self._forward_seconds += computed - started
         self._sample_seconds += time.perf_counter() - computed
-        tokens = _per_row(tokens_R.tolist(), batch.samples)
         if not any(map(is_not, batch.tops, repeat(None))):
-            return tokens, (), ()
+            return batch, tokens_R.tolist(), ()
         found = stages.logprobs(logits_RV, torch.cat([tokens_R, batch.targets]), batch.tops)
-        drawn, scores = _per_row(found[:sampled], batch.samples), _per_row(found[sampled:], batch.scores)
-        return tokens, _asked(drawn), _asked(scores)
+        return batch, tokens_R.tolist(), found
 
     def _prepare(self, step: Step, stages: Stages) -> Batch:
         for source, target in step.copies:
@@ -228,17 +224,6 @@ class CpuRunner:
         }
 
 
-def _per_row(items: Sequence[_T], counts: Sequence[int]) -> _PerRow[_T]:
-    """The next ``counts[i]`` items for row i."""
-    return tuple(map(tuple(items).__getitem__, map(slice, accumulate(counts, initial=0), accumulate(counts))))
-
-
-def _asked(found: Iterable[tuple[Logprob | None, ...]]) -> _PerRow[Logprob]:
-    """What was asked for; nothing at all where no row asked."""
-    rows = tuple(tuple(one for one in row if one is not None) for row in found)
-    return rows if any(rows) else ()
-
-
 def build_runner(
     options: RunnerOptions,
     report: Report,
@@ -262,7 +247,8 @@ def build_runner(
         backend = choosing.result()
     dtype = DTYPES[built.spec.dtype]
     kv_dtype = pick_kv_dtype(options.kv_dtype, dtype)
-    attention = backend.attention(built.layers, dtype, kv_dtype)
+    scales = read_scales(folder, len(built.layers)) if kv_dtype == FP8 else None
+    attention = backend.attention(built.layers, dtype, kv_dtype, scales)
     log.info(
         "%s in %s: %d calls of %d compiled pieces; %s", built.spec.architecture, built.spec.dtype, built.pieces,
         built.unique, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in built.seconds.items()),
@@ -296,13 +282,19 @@ def _passes(
     # A step that scores a prompt has a logit row for each of its tokens beside those that are sampled.
     most = options.max_num_batched_tokens + options.max_num_seqs
     row_pages = -(-built.spec.max_model_len // options.page_size)
+    graphs: Graphs | None = None
 
     def over(store: KVStore) -> Passes:
+        nonlocal graphs
         if not (captures and options.graphs and isinstance(built.run, program.Program)):
             return Ungraphed(built.run, attention(store), device)
-        buckets = Buckets.of(options.max_num_seqs, options.max_num_batched_tokens)
         pages = min(row_pages, store.spec.pages)
-        return Graphs(built.run, attention(store), device, buckets, most, pages)
+        if graphs is None:
+            buckets = Buckets.of(options.max_num_seqs, options.max_num_batched_tokens)
+            graphs = Graphs(built.run, attention(store), device, buckets, most, pages)
+        else:  # those of the rehearsal, which has shown how much memory they take
+            graphs.move(attention(store), pages)
+        return graphs
 
     return over
 

@@ -102,9 +102,14 @@ class Row:
 
 
 class Masks(Protocol):
-    """Bits of the tokens that may be sampled, which may still be in the making while the forward pass runs."""
+    """Bits of the tokens that may be sampled, which may still be in the making while the forward pass runs.
 
-    words: int
+    With a step in flight before, they may hang on what that samples: then they are not even begun, and neither
+    ``words`` nor `wait` is asked for, before its result was taken in.
+    """
+
+    @property
+    def words(self) -> int: ...
 
     def wait(self) -> memoryview:
         """Block until they are there: int32 words ``[rows, words]``, bit ``i % 32`` of word ``i // 32`` set where
@@ -209,7 +214,8 @@ class Runner(Protocol):
     depth: int
 
     def submit(self, step: Step) -> Handle:
-        """Launch ``step``; its arguments are read before this returns."""
+        """Launch ``step``; its arguments are read before this returns, but for `Step.masks`: these are waited for
+        when the next step is submitted or this one's result is, if a step is in flight."""
         ...
 
     def warmup(self) -> None:

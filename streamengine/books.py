@@ -54,7 +54,7 @@ class Books:
         elif request.speculate and not sequence.needs_history:
             sequence.lookup = Lookup()
         sequence.constraint = constraint
-        sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None or constraint is not None
+        sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None
         return sequence
 
     def queue(self, sequence: Sequence) -> None:

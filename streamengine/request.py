@@ -156,7 +156,9 @@ class Sequence:
     copy_from: int | None = None
     """A fork's: the page that is to be copied to its own last one, held until then."""
     lockstep: bool = False
-    """Its next token is planned only when the ones before it are there: for guesses, beams and grammars."""
+    """Its next token is planned only when the ones before it are there: for guesses and beams."""
+    sampled_from: int = 0
+    """Number of the first step whose samples count: before that tokens were forced in place of one in flight."""
     scored: int = 0
     """Prompt tokens whose log-probability was told, the first one aside, which has none."""
     chain: Chain | None = None

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from compiled.step import Logprob, Row
+from compiled.step import Logprob, Masks, Row
 from streamengine.errors import GrammarError
-from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN
-from streamengine.guided.grammar import Constraint
-from streamengine.request import Delta, Finish, Request, Sequence
+from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN, Hypothesis
+from streamengine.guided.grammar import Constraint, MakeMasks
+from streamengine.request import Delta, Finish, Request, Sequence, State
 from streamengine.speculation import accepted
 
 _PLACEHOLDER = 0
@@ -29,7 +29,7 @@ class Plan:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.copies: list[tuple[int, int]] = []
-        self.constrained: list[tuple[Constraint, int, tuple[int, ...]]] = []
+        self.constrained: list[tuple[Sequence, int, tuple[int, ...]]] = []
         """Whose grammar bears on this step, its first row in the bitmask, and its guesses."""
         self.mask_rows = 0
         self.parents: list[Sequence] = []
@@ -38,6 +38,9 @@ class Plan:
     def chunk(self, need: int, behind: int = 0) -> int:
         """How many of ``need`` tokens to compute; ``behind`` others still want a token each."""
         return min(need, max(1, self.left - behind), self._prefill, self._threshold)
+
+    def masks(self, make: MakeMasks) -> "StepMasks | None":
+        return StepMasks(make, self.constrained, self.mask_rows) if self.constrained else None
 
     def add(self, sequence: Sequence, end: int, page_size: int, drafts: tuple[int, ...] = ()) -> None:
         """Compute ``sequence`` up to ``end``, and ``drafts`` behind that. Its pages are there."""
@@ -51,12 +54,48 @@ class Plan:
         row = _row(sequence, end, drafts)
         if sequence.constraint is not None and row.sampling is not None:
             row = replace(row, mask=self.mask_rows)
-            self.constrained.append((sequence.constraint, self.mask_rows, drafts))
+            self.constrained.append((sequence, self.mask_rows, drafts))
             self.mask_rows += 1 + len(drafts)
         self.rows.append(row)
         self.sequences.append(sequence)
         if sequence.unborn and sequence.pending and not sequence.request.beam_width:
             self.parents.append(sequence)
+
+
+class StepMasks:
+    """The bitmask of a step, see `Masks`: in the making from the moment when all tokens are there that its grammars
+    have to know. That is at once, unless the step in flight before it samples one of them.
+
+    Rows of those who ended meanwhile, or whose next tokens are known without sampling, allow everything.
+    """
+
+    def __init__(self, make: MakeMasks, rows: list[tuple[Sequence, int, tuple[int, ...]]], count: int) -> None:
+        self._make, self._rows, self._count = make, rows, count
+        self._made: Masks | None = None
+        if all(sequence.pending == 1 + len(drafts) for sequence, _, drafts in rows):
+            self.begin()
+
+    def begin(self) -> None:
+        """The step before has been taken in. Once is enough."""
+        if self._made is None:
+            places = [
+                (sequence.constraint, row, drafts)
+                for sequence, row, drafts in self._rows
+                if sequence.constraint is not None and sequence.pending and sequence.state is not State.FINISHED
+            ]
+            self._made = self._make(places, self._count)
+
+    @property
+    def words(self) -> int:
+        return self._there.words
+
+    def wait(self) -> memoryview:
+        return self._there.wait()
+
+    @property
+    def _there(self) -> Masks:
+        assert self._made is not None, "a step is sampled before the tokens of the one before it were taken in"
+        return self._made
 
 
 def _row(sequence: Sequence, end: int, drafts: tuple[int, ...]) -> Row:
@@ -197,3 +236,18 @@ def delta_of(
         prompt_logprobs=scores,
         forced=forced,
     )
+
+
+def found_of(request: Request, best: list[Hypothesis]) -> list[Delta]:
+    """The answers of a beam search, best first."""
+    return [
+        Delta(
+            request=request.id,
+            tokens=hypothesis.tokens,
+            computed=len(request.prompt),
+            finish=hypothesis.finish,
+            index=index,
+            beam_score=hypothesis.score,
+        )
+        for index, hypothesis in enumerate(best)
+    ]

@@ -43,7 +43,7 @@ from streamengine.limits import check_fit
 from streamengine.pace import Pace
 from streamengine.prefix import Entry
 from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, Request, Sequence, State
-from streamengine.rows import Plan, accept, delta_of, scores_of
+from streamengine.rows import Plan, StepMasks, accept, delta_of, found_of, scores_of
 from streamengine.speculation import Lookup
 
 
@@ -87,6 +87,7 @@ class Scheduler:
         self._threshold = long_prefill_token_threshold or max_num_batched_tokens
         self._pace = pace
         self._mask = mask
+        self._masks: StepMasks | None = None
         self._planned: dict[int, list[Sequence]] = {}
         self._generations: dict[int, list[list[int]]] = {}
         self._steps = self._generated_tokens = 0
@@ -141,7 +142,9 @@ class Scheduler:
         """End exactly the requests of a step that raised."""
         self._generations.pop(step.number, None)
         ids = dict.fromkeys(sequence.request.id for sequence in self._planned.pop(step.number))
-        return [delta for id in ids for delta in self._end(id, Finish("error", code, message))]
+        deltas = [delta for id in ids for delta in self._end(id, Finish("error", code, message))]
+        self._taken_in()
+        return deltas
 
     # plan
 
@@ -169,8 +172,8 @@ class Scheduler:
             self._books.bear(parent)
         if self._pool.debug:
             self._generations[self._steps] = [self._pool.generations(row.pages) for row in plan.rows]
-        masks = self._mask(plan.constrained, plan.mask_rows) if self._mask and plan.constrained else None
-        return Step(self._steps, tuple(plan.rows), tuple(plan.copies), masks)
+        self._masks = self._mask and plan.masks(self._mask)
+        return Step(self._steps, tuple(plan.rows), tuple(plan.copies), self._masks)
 
     def _plan_running(self, plan: Plan) -> None:
         running, page_size = self._running, self._pool.page_size
@@ -276,10 +279,9 @@ class Scheduler:
 
         Of a beam search its prompt's rows, and its answers when it is over.
         """
-        number = step.number
-        assert number == result.number, f"step {number} was answered by {result.number}"
+        assert step.number == result.number, f"step {step.number} was answered by {result.number}"
         self._books.let_go()
-        sequences = self._planned.pop(number)
+        sequences = self._planned.pop(step.number)
         if self._pool.debug:
             self._check_generations(step, sequences)
         if self._pace is not None:
@@ -304,16 +306,24 @@ class Scheduler:
         if ended:
             self._books.remove(ended)
         self._serve(served)
+        self._taken_in()
         for request in searched.values():
             deltas += self._search(request)
         return deltas
+
+    def _taken_in(self) -> None:
+        """Nothing is unknown any more that the grammars of the step in flight wait for."""
+        if self._masks is not None:
+            self._masks.begin()
 
     def _take_in(self, sequence: Sequence, row: Row, result: StepResult, place: int) -> Delta:
         """What a row did, if it is not a beam's behind the prompt."""
         page_size = self._pool.page_size
         resident = sequence.since <= result.number and sequence.state is State.RUNNING
-        sampled = result.tokens[place]
+        sampled = result.tokens[place] if result.number >= sequence.sampled_from else ()
         tokens, end, finish, forced = accept(sequence, row, sampled, resident)
+        if forced and sequence.pending:  # what is in flight is sampled where a forced token stands
+            sequence.pending, sequence.sampled_from = 0, self._steps + 1
         if resident and end // page_size > row.start // page_size:
             self._books.land(sequence, end)
         logprobs = result.logprobs[place] if result.logprobs else ()
@@ -339,17 +349,7 @@ class Scheduler:
         self._books.remove(beams)
         self._counts.update(f"finished_{hypothesis.finish.reason}" for hypothesis in best)
         self._serve({request.tenant: sum(len(hypothesis.tokens) for hypothesis in best)})
-        return [
-            Delta(
-                request=request.id,
-                tokens=hypothesis.tokens,
-                computed=len(request.prompt),
-                finish=hypothesis.finish,
-                index=index,
-                beam_score=hypothesis.score,
-            )
-            for index, hypothesis in enumerate(best)
-        ]
+        return found_of(request, best)
 
     def _end(self, request_id: int, finish: Finish, index: int | None = None) -> list[Delta]:
         """End all answers of a request that have not ended; with ``index`` that one, if it goes its own way by now."""

@@ -2,23 +2,19 @@
 own code gives step by step. On the recording device: a GPU's order of work, and a CUDA graph's rules, without a GPU."""
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compiled.recording import Recording
-from compiled.runner import LocalRunner, RunnerOptions, build_runner
-from compiled.step import Handle, Sampling, Step
-from streamengine.kv import KVPool
-from streamengine.prefix import PrefixCache
+from compiled.gpu.recording import Recording
+from compiled.runner import LocalRunner
+from compiled.step import Sampling
 from streamengine.request import Request
-from streamengine.scheduler import Scheduler
 from tests.compiled import tiny
+from tests.overlap import serve, start
 
-PAGES, PAGE_SIZE = 120, 4
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.9, seed=7),
@@ -38,20 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def build(folder: Path) -> Callable[..., Any]:
-    def start(**options: Any) -> LocalRunner:
-        fixed: dict[str, Any] = {
-            "dtype": "float32",
-            "page_size": PAGE_SIZE,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
-        }
-        runner = build_runner(
-            RunnerOptions(model=str(folder), **(fixed | {"kv_pages": PAGES} | options)), lambda *_: None
-        )
-        runner.warmup()
-        return runner
-
-    return start
+    return lambda **options: start(folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -62,42 +45,6 @@ def truth(build: Callable[..., LocalRunner]) -> LocalRunner:
 @pytest.fixture(scope="module")
 def runner(build: Callable[..., LocalRunner]) -> LocalRunner:
     return build(device="recording")
-
-
-Tokens = Mapping[tuple[int, int], list[int]]
-
-
-def serve(
-    runner: LocalRunner,
-    requests: list[Request],
-    *,
-    pages: int = PAGES,
-    cached: bool = False,
-    aborts: Mapping[int, int] | None = None,
-    **limits: Any,
-) -> tuple[Tokens, Mapping[str, float]]:
-    """All ``requests`` at once, as the core does it; after so many steps ``aborts`` end one of them."""
-    prefix = PrefixCache(page_size=PAGE_SIZE, pages=pages - 1, secret=b"secret") if cached else None
-    most = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue": 100, "max_model_len": 256}
-    scheduler = Scheduler(KVPool(pages, PAGE_SIZE, prefix, debug=True), **(most | limits))
-    tokens: dict[tuple[int, int], list[int]] = {}
-    for request in requests:
-        scheduler.submit(request, 0.0)
-    in_flight: deque[tuple[Step, Handle]] = deque()
-    for number in range(2000):
-        if aborts and number in aborts:
-            scheduler.abort(aborts[number], "client")
-        while len(in_flight) < runner.depth and (step := scheduler.plan(0.0)):
-            runner.poison(scheduler.drain_freed())
-            in_flight.append((step, runner.submit(step)))
-        if not in_flight:
-            break
-        step, handle = in_flight.popleft()
-        for delta in scheduler.commit(step, handle.wait()):
-            tokens.setdefault((delta.request, delta.index), []).extend(delta.tokens)
-        scheduler.check()
-    assert not scheduler.has_work
-    return tokens, scheduler.statistics()
 
 
 def requests(**more: Any) -> list[Request]:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compiled.buckets import Bucket, Buckets
 from compiled.choices import RunnerOptions
+from compiled.gpu.buckets import Bucket, Buckets
 from compiled.runner import build_runner
 from profiles.gpu.sizes import Sizes
 

@@ -27,7 +27,8 @@ class MaskMaker:
         self._thread = ThreadPoolExecutor(1, "streamengine-masks")
 
     def start(self, places: Sequence[Place], rows: int) -> PendingMasks:
-        """Begin with ``rows`` rows for ``places``. Their matchers must not move before `PendingMasks.wait`."""
+        """Begin with ``rows`` rows for ``places``, whose matchers must not move before `PendingMasks.wait`. Rows that
+        no place has allow everything."""
         return PendingMasks(self._vocabulary.words, self._thread.submit(self._make, tuple(places), rows))
 
     def close(self) -> None:
@@ -36,4 +37,6 @@ class MaskMaker:
     def _make(self, places: tuple[Place, ...], rows: int) -> Bitmask:
         bitmask = np.zeros((rows, self._vocabulary.words), np.int32)
         self._vocabulary.fill(places, bitmask)
+        if sum(1 + len(drafts) for _, _, drafts in places) < rows:
+            bitmask[~bitmask.any(axis=1)] = -1
         return bitmask

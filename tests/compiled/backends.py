@@ -17,9 +17,9 @@ from compiled.attention.base import FP8, Attention, encode
 from compiled.attention.cpu import CpuAttention
 from compiled.attention.flashinfer import FlashInferAttention, Workspace
 from compiled.attention.reference import ReferenceAttention
-from compiled.cuda import Cuda
 from compiled.device import Device
-from compiled.recording import Recording
+from compiled.gpu.cuda import Cuda
+from compiled.gpu.recording import Recording
 from tests.compiled.emulation import install
 from tests.compiled.paged import LAYER, SCALES, Batch
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled.attention.base import AttentionSpec
 from compiled.attention.flashinfer import FlashInferAttention, Workspace
 from compiled.attention.layers import ModelAttention
-from compiled.recording import RecordedEvent, Recording
+from compiled.gpu.recording import RecordedEvent, Recording
 from tests.compiled.backends import Backend, backend_of
 from tests.compiled.emulation import LOADED, Module
 from tests.compiled.paged import LAYER, Batch

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from compiled.attention.base import AttentionSpec
-from compiled.buckets import Bucket, Buckets
-from compiled.graphs import Graphs
+from compiled.gpu.buckets import Bucket, Buckets
+from compiled.gpu.graphs import Graphs
 from tests.compiled import stepping
 from tests.compiled.backends import backend_of
 from tests.compiled.stepping import step

@@ -11,7 +11,7 @@ from compiled.attention.base import AttentionSpec
 from compiled.attention.layers import ModelAttention
 from compiled.attention.reference import ReferenceAttention
 from compiled.batch import Batch
-from compiled.graphs import Graphs
+from compiled.gpu.graphs import Graphs
 from compiled.kv_store import KVShape, KVStore, LayerShape
 from compiled.program import SMALLEST, Program, bind
 from compiled.recipe import Attention, Fed, ModelFacts, Parameter, Recipe, Run

@@ -1,4 +1,4 @@
-"""What `compiled.cuda` asks of torch, without a GPU: stand-ins that take only what torch's own functions take."""
+"""What `compiled.gpu.cuda` asks of torch, without a GPU: stand-ins that take only what torch's own functions take."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from compiled.cuda import Cuda
 from compiled.device import Device
+from compiled.gpu.cuda import Cuda
 
 NAMES = (
     "CUDAGraph", "Event", "Stream", "current_stream", "graph_pool_handle", "max_memory_allocated", "memory_allocated",

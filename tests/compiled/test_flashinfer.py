@@ -18,7 +18,7 @@ from compiled.attention.base import FP8, AttentionSpec
 from compiled.attention.flashinfer import FlashInferAttention, Workspace
 from compiled.attention.staged import Stage
 from compiled.attention.tables import Plan, make_plan
-from compiled.recording import Recording
+from compiled.gpu.recording import Recording
 from tests.compiled.backends import EMULATED
 from tests.compiled.paged import int32
 

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from compiled import ceilings, profiling
-from compiled.gpu_runner import GpuRunner
+from compiled.gpu.runner import GpuRunner
 from compiled.program import Program
 from compiled.runner import RunnerOptions, build_runner
 from compiled.step import Handle, Row, Sampling, Step

@@ -5,6 +5,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 
 from compiled import choices
-from compiled.gpu_runner import GpuRunner
+from compiled.gpu.recording import Recording
+from compiled.gpu.runner import GpuRunner
+from compiled.gpu.staging import Inputs, Outputs, Parcel
 from compiled.kv_store import SHARE_OF_FREE_MEMORY
-from compiled.recording import Recording
 from compiled.runner import RunnerOptions, build_runner
-from compiled.staging import Inputs, Outputs, Parcel
 from compiled.step import LoadError, Row, Sampling, Step
 from tests.compiled import tiny
 
@@ -105,6 +106,34 @@ def test_a_grammar_is_waited_for_when_the_forward_pass_is_launched_and_not_befor
     happened.clear()
     assert runner.submit(step).wait().tokens == (alone, (40,))
     assert happened == ["launched", "waited"]
+
+
+def test_a_step_with_a_bitmask_is_sampled_when_the_next_is_submitted_or_its_own_tokens_are_waited_for(
+    runner: GpuRunner,
+) -> None:
+    waited: list[int] = []
+    rows = [Row(i, (3, 5), 0, (1 + i,), Sampling(), mask=0) for i in range(3)]
+    steps = [Step(i, (row,), masks=Grammar((40 + i,), partial(waited.append, i))) for i, row in enumerate(rows)]
+    first = runner.submit(steps[0])
+    assert waited == []
+    second = runner.submit(steps[1])
+    assert waited == [0]
+    assert first.wait().tokens == ((40,),) and waited == [0]
+    assert second.wait().tokens == ((41,),) and waited == [0, 1]
+
+
+def test_a_bitmask_that_fails_fails_its_own_step_alone(runner: GpuRunner) -> None:
+    def fail() -> None:
+        raise RuntimeError("no bits")
+
+    guided = Row(0, (3, 5), 0, (1,), Sampling(), mask=0)
+    free = Row(1, (3, 5), 0, (2,), Sampling())
+    alone = runner.submit(Step(0, (free,))).wait().tokens
+    first = runner.submit(Step(1, (guided,), masks=Grammar((4,), fail)))
+    second = runner.submit(Step(2, (free, Row(0, (0,), 2, (1,), Sampling(), pending=True))))
+    with pytest.raises(RuntimeError, match="no bits"):
+        first.wait()
+    assert second.wait().tokens[:1] == alone
 
 
 def test_waiting_is_not_the_hosts_work(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +227,17 @@ def test_the_cache_takes_what_a_full_step_leaves_of_the_memory(
     runner = start(kv_pages=None, eager=False, max_num_seqs=64, max_num_batched_tokens=64)
     left = int((20 << 20) * SHARE_OF_FREE_MEMORY) - runner.statistics()["step_bytes"]
     assert runner.kv.pages == left // runner.kv.page_bytes < 1 + 64 * 256 // 4, "not all that could ever be used"
-    assert runner.statistics()["graphs"] == 0, "those of the rehearsal are gone"
+    kept = runner.statistics()
+    assert kept["graph_buckets"] == 1, "of the rehearsal's, those of pieces stay"
+    captured: list[object] = []
+    capture = runner.device.capture
+    monkeypatch.setattr(runner.device, "capture", lambda *given: (captured.append(given), capture(*given))[1])
+    runner.warmup()
+    assert len(captured) == 2, "a graph of a whole pass has the addresses of the pages in it"
+    assert runner.statistics()["graphs"] == kept["graphs"] + 2
+    assert runner.submit(Step(1, (Row(0, (3, 5), 0, (1,), Sampling()),))).wait().tokens == (
+        start(device="cpu").submit(Step(1, (Row(0, (3, 5), 0, (1,), Sampling()),))).wait().tokens
+    )
 
 
 def test_inputs_travel_in_one_copy_from_memory_that_is_not_touched_before_they_are_there() -> None:

@@ -15,11 +15,11 @@ from compiled.artifacts import Cache
 from compiled.attention.base import AttentionSpec
 from compiled.attention.cpu import CpuAttention
 from compiled.attention.reference import ReferenceAttention
-from compiled.buckets import Bucket, Buckets
 from compiled.device import Function
-from compiled.graphs import PATIENCE, Graphs, InputMoved
+from compiled.gpu.buckets import Bucket, Buckets
+from compiled.gpu.graphs import PATIENCE, Graphs, InputMoved
+from compiled.gpu.recording import GraphError, RecordedGraph, Recording
 from compiled.program import Program
-from compiled.recording import GraphError, RecordedGraph, Recording
 from compiled.weights import cache_folder
 from tests.compiled import stepping, tiny
 from tests.compiled.stepping import step

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled.device import Device
-from compiled.recording import GraphError, Recording
+from compiled.gpu.recording import GraphError, Recording
 
 
 def double(arguments: list[Any]) -> tuple[Tensor]:

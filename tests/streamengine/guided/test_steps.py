@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -172,3 +173,73 @@ def test_each_of_n_answers_has_a_place_of_its_own(guided: Guided) -> None:
     answers = [bench.answer(id, index) for index in range(4)]
     assert all(guided.accepts(WORD, answer) for answer in answers)
     assert len({tuple(answer) for answer in answers}) > 1
+
+
+@both_depths
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3, presence_penalty=0.5)])
+def test_an_answer_takes_a_step_a_token_also_where_steps_overlap(
+    guided: Guided, depth: int, sampling: Sampling
+) -> None:
+    bench = guided.bench(depth=depth)
+    id = guided.submit(bench, Grammar(kind="regex", text="[a-f]{20,30}!"), jump=False, sampling=sampling)
+    bench.run()
+    in_vain = depth - 1  # planned before it was known that the answer is complete
+    assert len(bench.runner.steps) == len(bench.answers[id]) + in_vain > 20
+
+
+@both_depths
+def test_a_grammar_takes_no_step_from_its_neighbours(guided: Guided, depth: int) -> None:
+    bench = guided.bench(depth=depth)
+    guided.submit(bench, schema(PERSON))
+    free = bench.submit(b"free", max_tokens=40)
+    for _ in range(40 + depth - 1):
+        bench.turn()
+    assert bench.answers[free] == oracle(b"free", 40)
+
+
+def test_a_step_whose_bitmask_waits_is_sampled_though_the_step_before_has_failed(guided: Guided) -> None:
+    bench = guided.bench(depth=2)
+    broken = guided.submit(bench, WORD)
+    bench.runner.fail()
+    bench.launch()
+    free = bench.submit(b"free", max_tokens=5)
+    bench.launch()
+    bench.run()
+    assert bench.finishes[broken].reason == "error"
+    assert bench.answers[free] == oracle(b"free", 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_grammars_in_a_pool_that_is_always_short(guided: Guided, seed: int) -> None:
+    """Each answer is the one that it would be alone, or its beginning where it was aborted or its step failed."""
+    random = Random(seed)
+    grammars = [WORD, schema(PERSON), Grammar(kind="regex", text="(ab|[c-z]){2,40}"), None]
+    bench = guided.bench(depth=2, usable_pages=24, prefix=seed % 2 == 1, budget=random.choice([8, 64]))
+    asked: dict[int, tuple[Grammar | None, dict[str, Any]]] = {}
+    for _ in range(60):
+        grammar = random.choice(grammars)
+        options: dict[str, Any] = {
+            "prompt": bytes(random.choices(b"abcdef", k=random.randint(1, 20))),
+            "max_tokens": random.randint(1, 60),
+            "sampling": Sampling(temperature=1.0, seed=random.randint(0, 9)),
+            "stop_token_ids": (EOS, ord("q")),
+            "jump": random.random() < 0.7,
+        }
+        id = bench.submit(**options) if grammar is None else guided.submit(bench, grammar, **options)
+        asked[id] = grammar, options
+        if random.random() < 0.2:
+            bench.abort(random.choice(list(asked)))
+        if bench.in_flight and random.random() < 0.1:
+            bench.runner.fail(at=random.choice(["submit", "wait"]))
+        for _ in range(random.randint(0, 6)):
+            bench.turn()
+    bench.run()
+    assert bench.preemptions > 0
+    for id, (grammar, options) in asked.items():
+        alone = guided.bench()
+        other = alone.submit(**options) if grammar is None else guided.submit(alone, grammar, **options)
+        alone.run()
+        whole = bench.finishes[id].reason in ("stop", "length")
+        told = bench.answers[id]
+        assert told == (alone.answers[other] if whole else alone.answers[other][: len(told)])
+        assert not whole or bench.finishes[id] == alone.finishes[other]

@@ -2,9 +2,12 @@
 
 ```
 submit(N + 1)   batch → one copy to the device → ids of pending rows are taken from N's tokens there → plan, launch
-                (→ wait for the bitmask of its grammars) → sample → copy the tokens back → return
+                → sample → copy the tokens back → return
 wait of N       the copy's event → StepResult
 ```
+
+A step with grammars is not sampled at once, because its bitmask may hang on N's tokens: its forward pass runs while
+those travel and are taken in, and it is sampled when N + 2 is submitted or its own tokens are waited for.
 
 Nothing but `wait` and the end of a profile waits for the device, which does what it is given in order: a step may
 overwrite what the one before only reads. All calls must come from one thread.
@@ -26,14 +29,14 @@ from compiled.answers import answer, logit_rows
 from compiled.attention.base import AttentionSpec
 from compiled.ceilings import measure_ceilings
 from compiled.device import Device
-from compiled.device_sampler import DeviceSampler, Unseen, stage
+from compiled.gpu.meter import Meter
+from compiled.gpu.passes import STAGES, Passes, Way
+from compiled.gpu.sampler import DeviceSampler, Group, Unseen, stage
+from compiled.gpu.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.kv_store import KVStore
 from compiled.logprobs import tell
-from compiled.meter import Meter
-from compiled.passes import STAGES, Passes, Way
 from compiled.profiling import Recorder
 from compiled.program import SMALLEST
-from compiled.staging import Arrival, Inputs, Outputs, Parcel
 from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
 
@@ -79,20 +82,42 @@ class _Prepared:
         return self.tokens == self.rows == sum(self.batch.samples) == len(self.order)
 
 
-class Flight:
-    """The handle of a step that was launched."""
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step whose forward pass was launched, and what is needed to sample it. ``asked`` are logit rows whose
+    log-probabilities are wanted, with so many likeliest tokens; ``numbers`` are these rows' and the targets' among
+    ``arrays``."""
 
-    def __init__(self, runner: "GpuRunner", prepared: _Prepared, arrival: Arrival, started: float) -> None:
+    prepared: _Prepared
+    way: Way
+    recorder: Recorder | None
+    logits_RV: Tensor
+    arrays: Sequence[Tensor]
+    groups: Sequence[Group]
+    asked: Sequence[tuple[int, int]]
+    numbers: tuple[int, int]
+
+
+class Flight:
+    """The handle of a step that was launched. ``arrival`` is there once it was sampled, or ``error``."""
+
+    def __init__(self, runner: "GpuRunner", computed: _Computed, started: float) -> None:
         self._runner = runner
-        self._prepared = prepared
-        self._arrival = arrival
+        self.computed = computed
         self._started = started
+        self.arrival: Arrival | None = None
+        self.error: Exception | None = None
 
     def wait(self) -> StepResult:
         """Once."""
+        if self.arrival is None:
+            self._runner._sample_late()
+        if self.error is not None:
+            raise self.error
+        assert self.arrival is not None
         with torch.inference_mode():
-            told = self._arrival.wait()
-        return self._runner._land(self._prepared, told, self._started)
+            told = self.arrival.wait()
+        return self._runner._land(self.computed.prepared, told, self._started)
 
 
 class GpuRunner:
@@ -116,6 +141,7 @@ class GpuRunner:
         self._sampler = DeviceSampler(device.torch)
         self._inputs, self._masks, self._outputs = Inputs(device), Inputs(device), Outputs(device)
         self._before = _Sampled({}, torch.zeros(0, dtype=torch.int64, device=device.torch))
+        self._late: Flight | None = None
         self._meter = Meter()
         self._landed = 0.0
 
@@ -132,15 +158,18 @@ class GpuRunner:
         self._meter.note(**facts)
 
     def submit(self, step: Step) -> Flight:
+        self._sample_late()
         recorder = self._recorder
         way = self._measured if recorder is not None and recorder.begin(step) else self._way
         started = time.perf_counter()
         with torch.inference_mode():
-            prepared, arrival, waited, sampling = self._launch(step, way)
-        if recorder is not None:
-            recorder.end()
-        self._meter.launched(step, time.perf_counter() - started - waited, sampling)
-        return Flight(self, prepared, arrival, started)
+            flight = Flight(self, self._launch(step, way, recorder), started)
+        self._meter.launched(step, time.perf_counter() - started)
+        if step.masks is None:
+            self._sample(flight)
+        else:
+            self._late = flight
+        return flight
 
     def profile(self, measure: Measure) -> None:
         """See `compiled.timeline.Profiled`. Steps that are measured replay no graph."""
@@ -169,25 +198,48 @@ class GpuRunner:
         with torch.inference_mode():
             self.device.synchronize()
 
-    def _launch(self, step: Step, way: Way) -> tuple[_Prepared, Arrival, float, float]:
-        """Give all of ``step`` to the device; the seconds of waiting for a grammar, and of launching the sampler."""
+    def _launch(self, step: Step, way: Way, recorder: Recorder | None) -> _Computed:
+        """Give the forward pass of ``step`` to the device, and all that sampling needs but for the bitmask."""
         prepared = self._prepare(step, way)
-        batch, sampled = prepared.batch, sum(prepared.batch.samples)
-        parcel = Parcel()
+        batch, parcel = prepared.batch, Parcel()
         groups = stage(batch.sampling, self.model.vocab_size, parcel, prepared.unseen)
         asked = [(i, top) for i, top in enumerate(batch.tops) if top is not None]
         numbers = parcel.add(np.array([i for i, _ in asked], np.int64)), parcel.add(batch.targets.numpy())
         logits_RV, arrays = self._forward(prepared, parcel, way)
-        bits, waited = way.masks(step)
+        return _Computed(prepared, way, recorder, logits_RV, arrays, groups, asked, numbers)
+
+    def _sample_late(self) -> None:
+        """Sample the step that waits for its bitmask, if any. What that raises is told to who waits for its tokens; a
+        step behind it computes garbage in their place that nobody reads."""
+        flight, self._late = self._late, None
+        if flight is None:
+            return
+        try:
+            self._sample(flight)
+        except Exception as error:
+            flight.error, prepared = error, flight.computed.prepared
+            nothing = torch.zeros(1 + prepared.rows, dtype=torch.int64, device=self.device.torch)
+            self._before = _Sampled(self._places(prepared), nothing)
+
+    @torch.inference_mode()
+    def _sample(self, flight: Flight) -> None:
+        """Give the device all that is left of a step to do."""
         started = time.perf_counter()
-        found = way.sample(logits_RV[:sampled], groups, arrays, bits, self._before.tokens)
-        sampling = time.perf_counter() - started
-        rows_N, targets = (arrays[number] for number in numbers)
+        computed, way = flight.computed, flight.computed.way
+        prepared, arrays = computed.prepared, computed.arrays
+        sampled = sum(prepared.batch.samples)
+        bits, waited = way.masks(prepared.step)
+        begun = time.perf_counter()
+        found = way.sample(computed.logits_RV[:sampled], computed.groups, arrays, bits, self._before.tokens)
+        sampling = time.perf_counter() - begun
+        rows_N, targets = (arrays[number] for number in computed.numbers)
         tokens_R = torch.cat([found[:sampled], targets])
-        told = _measure(way.logprobs, logits_RV, tokens_R, rows_N, asked) if asked else []
-        arrival = self._outputs.fetch([found, *told])
+        told = _measure(way.logprobs, computed.logits_RV, tokens_R, rows_N, computed.asked) if computed.asked else []
+        flight.arrival = self._outputs.fetch([found, *told])
         self._before = _Sampled(self._places(prepared), found)
-        return prepared, arrival, waited, sampling
+        if computed.recorder is not None:
+            computed.recorder.end()
+        self._meter.sampled(time.perf_counter() - started - waited, sampling)
 
     def _prepare(self, step: Step, way: Way) -> _Prepared:
         lengths = list(map(len, map(attrgetter("tokens"), step.rows)))

@@ -35,15 +35,20 @@ class Meter:
         self._begin()
         self._watch = Watch()
 
-    def launched(self, step: Step, host_seconds: float, sample_seconds: float) -> None:
-        """``host_seconds``: what the host did for it, apart from waiting; of these ``sample_seconds`` for sampling."""
+    def launched(self, step: Step, host_seconds: float) -> None:
+        """``host_seconds``: what the host did for its forward pass."""
         self._steps += 1
         self._tokens += sum(map(len, map(attrgetter("tokens"), step.rows)))
         self._host_seconds += host_seconds
-        self._sample_seconds += sample_seconds
         for what in self._watch.look() if self._watch is not None else ():
             self._compilations += 1
             log.error("step %d: something was compiled while serving: %s", step.number, what)
+
+    def sampled(self, host_seconds: float, sample_seconds: float) -> None:
+        """``host_seconds``: what the host did for a step's tokens, apart from waiting for its grammars; of these
+        ``sample_seconds`` to launch the sampler."""
+        self._host_seconds += host_seconds
+        self._sample_seconds += sample_seconds
 
     def landed(self, step: Step, seconds: float, broken_rows: int, host_seconds: float = 0.0) -> None:
         """``broken_rows`` had a NaN where one mattered."""

@@ -12,7 +12,7 @@ from compiled import batch as batches
 from compiled.attention.layers import ModelAttention
 from compiled.attention.tables import Tables
 from compiled.device import Device
-from compiled.graphs import Place
+from compiled.gpu.graphs import Place
 from compiled.logprobs import measure
 from compiled.profiling import Recorder
 from compiled.program import SMALLEST, Forward
@@ -21,7 +21,7 @@ STAGES = "batch", "send", "plan", "masks", "sample", "logprobs"
 
 
 class Passes(Protocol):
-    """Passes of ``forward`` with ``attention``: `compiled.graphs.Graphs`, or `Ungraphed`."""
+    """Passes of ``forward`` with ``attention``: `compiled.gpu.graphs.Graphs`, or `Ungraphed`."""
 
     @property
     def forward(self) -> Forward: ...

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compiled.draw import draw_whole, find, keep
+from compiled.gpu.staging import Parcel
 from compiled.sampler import ADDENDS, bars, others, rescue, usable
 from compiled.sampling_batch import Entries, Kind, Part
-from compiled.staging import Parcel
 from compiled.step import Row
 
 _FEW = 1024

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from compiled.attention.layers import ModelAttention
 from compiled.attention.tables import Tables, pad
-from compiled.buckets import Bucket, Buckets
 from compiled.device import Device, Graph
+from compiled.gpu.buckets import Bucket, Buckets
 from compiled.program import SMALLEST, Entry, Program
 from compiled.recipe import Run
 from compiled.step import PADDING_PAGE
@@ -121,6 +121,14 @@ class Graphs:
         self._seconds = 0.0
         self._steps = {"whole": 0, "pieces": 0, "none": 0}
         self._bare = _reached(program)
+
+    def move(self, attention: ModelAttention, row_pages: int) -> None:
+        """Use another KV cache from now on. Graphs of pieces stay, having no attention in them; those of whole passes
+        have the old cache's addresses and go."""
+        self.attention, self._row_pages = attention, row_pages
+        self._whole.clear()
+        self._missed.clear()
+        self._steps = dict.fromkeys(self._steps, 0)
 
     def warmup(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Capture ``buckets`` (None: the few to start with), largest first."""

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled.device_sampler import DeviceSampler, Unseen, stage
+from compiled.gpu.sampler import DeviceSampler, Unseen, stage
+from compiled.gpu.staging import Parcel
 from compiled.sampler import sample
 from compiled.sampling_batch import prepare
-from compiled.staging import Parcel
 from compiled.step import Row, Sampling
 from tests.compiled.test_sampler import a_step, rows_of
 
