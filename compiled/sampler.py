@@ -65,7 +65,7 @@ def _edited(logits_RV: Tensor, part: Part) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Grammars:
-    """Which tokens a part's rows may give: the i-th what row ``masks[i]`` of the bytes ``bits`` says; any, where that is
+    """Which tokens the rows of a part may give: the i-th those of row ``masks[i]`` of ``bits``; all, where that is
     -1."""
 
     masks: np.ndarray
@@ -91,7 +91,8 @@ class _Grammars:
         (rows,) = (self.masks >= 0).nonzero()
         added = ADDENDS.numpy().take(self.bits.numpy()[self.masks[rows]], axis=0, mode="clip").reshape(len(rows), -1)
         logits = logits_NV.numpy()
-        logits[rows if len(rows) < len(logits) else slice(None)] += added[:, : logits.shape[1]]
+        with np.errstate(invalid="ignore"):  # an infinite one becomes NaN, see `_bar`
+            logits[rows if len(rows) < len(logits) else slice(None)] += added[:, : logits.shape[1]]
 
     def bars(self, vocabulary: int) -> Tensor:
         masks = self.masks

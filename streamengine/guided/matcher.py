@@ -126,7 +126,7 @@ class Vocabulary:
                 else:
                     matcher.engine.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, words * 4)
         # The engine that fails while it computes a mask offers an end, and may not even say that it has failed.
-        ends = ~(bitmask & ~self._end).any(axis=1)
+        ends: NDArray[np.bool_] = np.logical_not(np.any(bitmask & ~self._end, axis=1))
         if ends.any():
             for matcher, row, drafts in places:
                 for i in ends[row : row + 1 + len(drafts)].nonzero()[0]:
