@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from compiled import kernels
 from compiled.kernels import Kernel
+from compiled.linear import op
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """Runs a piece: a list of its inputs, which is emptied so that each is freed after its last use → its outputs."""
@@ -66,6 +67,7 @@ class Written:
 
 
 _COMPILES = "= async_compile.triton("
+_DISPATCHED = "torch.ops.streamengine.linear.default("
 
 
 class NotPortable(Exception):
@@ -179,8 +181,9 @@ def load(generated: Generated, folder: Path) -> Call:
     module.__dict__.update(generated.constants)
     if generated.library is not None:
         module.__dict__["kernel"] = vars(kernels.load(generated.library)).__getitem__
+    module.__dict__["op"] = op
     with _triton(module, folder) if _COMPILES in generated.source else nullcontext():
-        _Text(generated.source).exec_module(module)
+        _Text(generated.source.replace(_DISPATCHED, "op.linear(")).exec_module(module)
     call: Call = module.__dict__["call"]
     return call
 

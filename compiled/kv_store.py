@@ -1,8 +1,9 @@
 """The physical KV cache: one block of bytes a page, which holds all layers' keys and values of its slots.
 
-So a page can move as one. Within it layer i has keys ``[S, K, D]`` and values ``[S, K, E]``, each from a cache
-line's beginning; attention sees them as strided views over all pages. Layers may differ in K, D and E. The memory
-starts zeroed: padding reads finite numbers.
+So a page can move as one. Within it layer i has keys ``[S, K, D]`` and values ``[S, K, E]``, each from a cache line's
+beginning; on a CPU, whose kernel walks one head after the other, they lie as ``[K, S, D]`` and ``[K, S, E]``. Attention
+sees them as strided views over all pages. Layers may differ in K, D and E. The memory starts zeroed: padding reads
+finite numbers.
 """
 
 from collections.abc import Iterable
@@ -79,7 +80,10 @@ class KVStore:
         views = []
         for heads, size, offset in shape.blocks:
             block = store[:, offset // shape.dtype.itemsize :][:, : shape.page_size * heads * size]
-            views.append(block.view(pages, shape.page_size, heads, size))
+            if device is None:
+                views.append(block.view(pages, heads, shape.page_size, size).transpose(1, 2))
+            else:
+                views.append(block.view(pages, shape.page_size, heads, size))
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(views[::2], views[1::2], strict=True))
 
     def copy(self, source: int, target: int) -> None:

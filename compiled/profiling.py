@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from compiled.attention.base import AttentionSpec
 from compiled.clock import clock_of
+from compiled.linear import op
 from compiled.program import Entry, Forward, PlannedAttention, Program
 from compiled.recipe import Run
 from compiled.step import Step
@@ -269,7 +270,7 @@ class _Kernels:
     """The kernels that compiled pieces call, by their names in the pieces' code: named in a trace while it is taken."""
 
     def __init__(self, run: Forward, about: Mapping[str, PieceAbout]) -> None:
-        self._found = list(_kernels(run, about)) if isinstance(run, Program) else []
+        self._found = [*_kernels(run, about), (vars(op), "linear", op.linear)] if isinstance(run, Program) else []
 
     def name(self) -> None:
         for scope, name, kernel in self._found:

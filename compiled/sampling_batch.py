@@ -57,6 +57,11 @@ class Edits:
     seen: Entries | None
     masks: np.ndarray | None = None
 
+    @property
+    def lists(self) -> bool:
+        """Whether any of them is there, ``masks`` aside."""
+        return any(one is not None for one in (self.allowed, self.barred, self.bias, self.seen))
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -23,6 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
+Forms = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None, ...]
+"""Shapes, strides, dtypes and devices of q, k, v, out and sinks."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -110,6 +113,7 @@ class Attention(ABC):
         self.layers = tuple(layers)
         self.pages, self.page_size = first.shape[0], first.shape[1]
         self._planned: Plan | None = None
+        self._fitting: Forms | None = None  # what has been checked since the plan
         self._fixed: Fixed | None = None
 
     def fixed(self, rows: int, row_pages: int | None = None) -> Self:
@@ -158,7 +162,7 @@ class Attention(ABC):
 
     def take(self, plan: Plan) -> None:
         """`plan` with tables that were checked before, for a cache of as many pages of the same size."""
-        self._planned = None
+        self._planned = self._fitting = None
         if self._fixed is not None:
             self._fixed.check(plan)
             plan = self._hold(self._fixed, plan)
@@ -179,10 +183,32 @@ class Attention(ABC):
             raise ValueError("run before plan")
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer {layer} outside 0..{len(self.layers) - 1}")
-        spec = self.spec
-        tokens = q_THD.shape[0]
-        if tokens < self._planned.tokens:
-            raise ValueError(f"q has {tokens} tokens but {self._planned.tokens} are planned")
+        # The operands of a step's layers are alike: looking at all there is to check takes half the time of checking.
+        forms = (
+            (q_THD.shape, q_THD.stride(), q_THD.dtype, q_THD.device),
+            (k_TKD.shape, k_TKD.stride(), k_TKD.dtype, k_TKD.device),
+            (v_TKE.shape, v_TKE.stride(), v_TKE.dtype, v_TKE.device),
+            (out_THE.shape, out_THE.stride(), out_THE.dtype, out_THE.device),
+            None if sinks_H is None else (sinks_H.shape, sinks_H.stride(), sinks_H.dtype, sinks_H.device),
+        )
+        if forms != self._fitting:
+            self._check_all(self._planned.tokens, q_THD, k_TKD, v_TKE, out_THE, sinks_H)
+            self._fitting = forms
+        if self._fixed is not None:
+            self._fixed.spend(layer)
+        self._run(self._planned, q_THD, k_TKD, v_TKE, layer, out_THE, sinks_H)
+
+    def output(self, tokens: int) -> Tensor:
+        """A new ``out_THE``, uninitialised."""
+        shape = (tokens, self.spec.num_heads, self.spec.value_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _check_all(
+        self, planned: int, q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, out_THE: Tensor, sinks_H: Tensor | None
+    ) -> None:
+        spec, tokens = self.spec, q_THD.shape[0]
+        if tokens < planned:
+            raise ValueError(f"q has {tokens} tokens but {planned} are planned")
         self._check("q", q_THD, (tokens, spec.num_heads, spec.head_dim))
         self._check("k", k_TKD, (tokens, spec.num_kv_heads, spec.head_dim))
         self._check("v", v_TKE, (tokens, spec.num_kv_heads, spec.value_size))
@@ -191,9 +217,6 @@ class Attention(ABC):
             raise ValueError("sinks are missing" if spec.sinks else "sinks are given but not in the spec")
         if sinks_H is not None:
             self._check("sinks", sinks_H, (spec.num_heads,))
-        if self._fixed is not None:
-            self._fixed.spend(layer)
-        self._run(self._planned, q_THD, k_TKD, v_TKE, layer, out_THE, sinks_H)
 
     def _check(self, name: str, operand: Tensor, shape: tuple[int, ...]) -> None:
         if operand.shape != shape:

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import Tensor
 
 from compiled.attention.base import Attention, AttentionSpec
@@ -68,6 +67,6 @@ class ModelAttention:
         """``out_THE`` of layer ``layer``, a new tensor if it is not given; see `Attention.run`."""
         group, number = self._places[layer]
         if out_THE is None:
-            out_THE = torch.empty((*q_THD.shape[:2], v_TKE.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
+            out_THE = self._groups[group].output(q_THD.shape[0])
         self._groups[group].run(q_THD, k_TKD, v_TKE, number, out_THE, sinks_H)
         return out_THE

@@ -1,5 +1,7 @@
-// The torch operator streamengine::linear on top of product.h, through torch's stable C interface: its C++ headers
+// The torch operator streamengine::linear on top of product.h (and, in function.h, its short cut), through torch's stable C interface: its C++ headers
 // would take longer to compile than all of the kernel.
+
+#include "function.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 

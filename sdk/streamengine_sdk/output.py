@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from streamengine_sdk.errors import OutputInvalid
@@ -31,14 +31,22 @@ class Output:
         if isinstance(wanted, Mapping):
             return cls._of_schema("output", wanted, json.loads)
         if get_origin(wanted) is Literal:
-            choices = list(get_args(wanted))
-            if all(isinstance(choice, str) for choice in choices):
-                format = {"type": "choice", "choice": choices}
-                return cls("choice", format, lambda text: choices[choices.index(text)], is_json=False)
-            return cls._of_schema("choice", {"enum": choices}, partial(_choose, choices))
+            return cls._of_choices(list(get_args(wanted)))
         if isinstance(wanted, type) and hasattr(wanted, "model_json_schema"):
             return cls._of_schema(wanted.__name__, wanted.model_json_schema(), wanted.model_validate_json)  # type: ignore[attr-defined]
         raise TypeError(f"output must be a JSON schema, a Literal or a pydantic model class, not {wanted!r}")
+
+    @classmethod
+    def _of_choices(cls, choices: list[Any]) -> "Output":
+        """Members of an enumeration go out by their values and come back as members."""
+        values = [choice.value if isinstance(choice, Enum) else choice for choice in choices]
+        for choice, value in zip(choices, values, strict=True):
+            if not isinstance(value, str | int | None):  # also true and false, which Python counts as integers
+                raise TypeError(f"output cannot be {choice!r}: JSON has no such value")
+        if all(isinstance(value, str) for value in values):
+            format = {"type": "choice", "choice": values}
+            return cls("choice", format, lambda text: choices[values.index(text)], is_json=False)
+        return cls._of_schema("choice", {"enum": values}, lambda text: choices[_place(values, text)])
 
     @classmethod
     def _of_schema(cls, name: str, schema: Mapping[str, Any], parse: Callable[[str], Any]) -> "Output":
@@ -54,6 +62,6 @@ class Output:
             raise OutputInvalid(text, partial=result) from error
 
 
-def _choose(choices: list[Any], text: str) -> Any:
-    """The one that is written so: as values ``1`` and ``True`` are equal."""
-    return choices[list(map(json.dumps, choices)).index(json.dumps(json.loads(text)))]
+def _place(values: list[Any], text: str) -> int:
+    """Of the one that is written so: as values ``1`` and ``True`` are equal."""
+    return list(map(json.dumps, values)).index(json.dumps(json.loads(text)))

@@ -1,6 +1,7 @@
 """``streamengine guided check``: try a schema, and answers to it, before it is deployed."""
 
 import sys
+from codecs import BOM_UTF8
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from streamengine.errors import GrammarError
+from streamengine.errors import GrammarError, InvalidRequest
 
 app = typer.Typer(help="Try schemas before they are deployed.", no_args_is_help=True)
 
@@ -16,7 +17,7 @@ app = typer.Typer(help="Try schemas before they are deployed.", no_args_is_help=
 @app.command()
 def check(
     *,
-    schema: Annotated[Path | None, typer.Option("--schema", help="File with a JSON Schema.", exists=True)] = None,
+    schema: Annotated[Path | None, typer.Option("--schema", help="File with a schema; - is standard input.")] = None,
     text: Annotated[Path | None, typer.Option("--text", help="File with an answer; - is standard input.")] = None,
     jsonl: Annotated[
         bool,
@@ -26,6 +27,8 @@ def check(
     """Say whether a schema compiles, and whether a text is a whole answer; exit status 1 where it is not."""
     if jsonl == (schema is not None) or (jsonl and text is not None):
         raise typer.BadParameter("give either --schema, with or without --text, or --jsonl")
+    if text is not None and str(schema) == str(text) == "-":
+        raise typer.BadParameter("--schema and --text cannot both be standard input")
     # The grammar engine and numpy take longer to import than the rest of the command line.
     from streamengine.guided.matcher import Vocabulary
     from streamengine.guided.trial import Trial
@@ -34,8 +37,9 @@ def check(
     vocabulary = Vocabulary.of_bytes()
     with closing(Trial()) as trial:
         if jsonl:
-            for line in filter(str.strip, sys.stdin):
-                typer.echo(msgspec.json.encode(judge_line(line, vocabulary, trial)))
+            for number, line in enumerate(sys.stdin.buffer):
+                if line := (line if number else line.removeprefix(BOM_UTF8)).strip():
+                    typer.echo(msgspec.json.encode(judge_line(line, vocabulary, trial)))
             return
         assert schema is not None, "checked above"
         question = Question(schema=_read_schema(schema), text=None if text is None else _read(text))
@@ -59,12 +63,25 @@ def response_format(schema: Path | None, regex: str | None, choices: list[str]) 
 
 
 def _read(path: Path) -> str:
-    """A file that ends with a line feed, as editors leave it, is the answer without it."""
-    return (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")).removesuffix("\n")
+    """An answer, to the byte; without the end of a line that editors leave behind it."""
+    try:
+        text = _content(path).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is no UTF-8: {error.reason} at byte {error.start}", param=str(path)) from error
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_schema(path: Path) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes())
+        return msgspec.json.decode(_content(path))
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarError(f"{path} is no JSON: {error}") from error
+
+
+def _content(path: Path) -> bytes:
+    """Without the mark that some editors begin a file with."""
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", param=str(path)) from error
+    return content.removeprefix(BOM_UTF8)

@@ -8,15 +8,16 @@ The shapes are OpenAI's for ``text``, ``json_object`` and ``json_schema``, and o
     {"type": "choice", "choice": ["yes", "no"]}
 """
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from streamengine.errors import GrammarError, InvalidRequest
+from streamengine.checks import check_text
+from streamengine.errors import InvalidRequest
 from streamengine.guided import schema
+from streamengine.guided.dialects import check_lark, check_pattern, choice_grammar
 from streamengine.guided.grammar import Grammar
 
 MAX_CHOICES = 10_000
@@ -90,23 +91,12 @@ def _grammar(asked: Text | JsonObject | JsonSchema | Regex | Lark | Choices) -> 
             lenient = named.strict is False
             return Grammar(kind="json_schema", text=schema.prepare(named.schema, lenient=lenient), lenient=lenient)
         case Regex(regex=pattern):
-            _check_repeats(pattern)
+            check_pattern(check_text(pattern, "response_format"))
             return Grammar(kind="regex", text=pattern)
         case Lark(grammar=text):
+            check_lark(check_text(text, "response_format"))
             return Grammar(kind="lark", text=text)
         case Choices(choice=choices):
-            literals = (msgspec.json.encode(choice).decode() for choice in dict.fromkeys(choices))
-            return Grammar(kind="lark", text=f"start: {' | '.join(literals)}")
-
-
-def _check_repeats(pattern: str) -> None:
-    """A repeated repeat is a mistake everywhere but in the engine's dialect. (What else `re` does not know, as
-    ``\\p{L}``, is the engine's to judge.)"""
-    schema.check_repeats(pattern)
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        if error.msg == "multiple repeat":
-            raise GrammarError(f"{error.msg} at position {error.pos}") from error
-    except (OverflowError, RecursionError):
-        pass
+            return Grammar(
+                kind="lark", text=choice_grammar([check_text(choice, "response_format") for choice in choices])
+            )

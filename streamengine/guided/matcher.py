@@ -125,13 +125,15 @@ class Vocabulary:
                     self._executor.unsafe_compute_mask_ptr_with_draft_token(place, bitmask.ctypes.data, words * 4, rows)
                 else:
                     matcher.engine.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, words * 4)
-            for i in range(1 + len(drafts)):
-                self._check(matcher, drafts[:i], bitmask[row + i])
+        # The engine that fails while it computes a mask offers an end, and may not even say that it has failed.
+        ends: NDArray[np.bool_] = np.logical_not(np.any(bitmask & ~self._end, axis=1))
+        if ends.any():
+            for matcher, row, drafts in places:
+                for i in ends[row : row + 1 + len(drafts)].nonzero()[0]:
+                    self._check(matcher, drafts[:i], bitmask[row + i])
 
     def _check(self, matcher: "Matcher", drafts: tuple[int, ...], bits: Bitmask) -> None:
-        """The engine that fails while it computes a mask offers an end, and may not even say that it has failed."""
-        if bits.any() and not np.array_equal(bits, self._end):
-            return
+        """Whether an answer may really end where the engine offers nothing else."""
         there = matcher.copy()
         if matcher.error or not (all(map(there.advance, drafts)) and (there.accepting or there.stopped)):
             matcher.fail("it has become too complex")

@@ -43,7 +43,7 @@ def judge(question: Question, vocabulary: Vocabulary, trial: Trial) -> Verdict:
     )
 
 
-def judge_line(line: str, vocabulary: Vocabulary, trial: Trial) -> Verdict:
+def judge_line(line: bytes, vocabulary: Vocabulary, trial: Trial) -> Verdict:
     """See `judge`; a line that is no question is refused like a schema."""
     try:
         question = msgspec.json.decode(line, type=Question)

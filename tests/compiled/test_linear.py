@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compiled.linear import op
 from compiled.linear.op import load_kernel, pack, packed_rows, packed_shape
 
 SIZES = [(1, 1), (33, 7), (100, 65), (32, 2), (64, 576), (960, 64), (40, 5000)]
@@ -146,7 +147,22 @@ def test_its_schema_and_its_shapes_are_as_declared(normal: Callable[..., Tensor]
         torch.library.opcheck(linear.default, (x, pack(normal(50, 64)), normal(50), 50))
 
 
-def test_what_does_not_fit_is_refused(normal: Callable[..., Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_pieces_call_gives_the_operators_results(bias: bool, normal: Callable[..., Tensor]) -> None:
+    wide = normal(70, 65)
+    layouts = [normal(1, 64), normal(2, 3, 64), normal(64), normal(0, 64), wide[:, :64], wide[:64, :5].T, normal(4, 33)]
+    for x in (*layouts, *(normal(*(1,) * dims, 64) for dims in (7, 8, 9))):
+        for outputs in (1, 32, 50):
+            packed, added = pack(normal(outputs, x.shape[-1])), normal(outputs) if bias else None
+            result, expected = op.linear(x, packed, added, outputs), linear(x, packed, added, outputs)
+            assert torch.equal(result, expected)
+            assert (result.stride(), result.dtype) == (expected.stride(), expected.dtype)
+
+
+@pytest.mark.parametrize("call", [linear, lambda *operands: op.linear(*operands)], ids=["operator", "function"])
+def test_what_does_not_fit_is_refused(
+    call: Callable[..., Tensor], normal: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
     x, weight, bias = normal(3, 64), normal(50, 64), normal(50)
     packed = pack(weight)
     for operands, reason in [
@@ -158,7 +174,7 @@ def test_what_does_not_fit_is_refused(normal: Callable[..., Tensor], dtype: torc
         ((x, packed, bias[:49], 50), "bias does not fit"),
     ]:
         with pytest.raises(RuntimeError, match=reason):
-            linear(*operands)
+            call(*operands)
 
 
 @pytest.mark.slow

@@ -290,7 +290,15 @@ def test_a_mask_is_what_allowing_its_tokens_would_be(data: st.DataObject) -> Non
         )
         for i in range(len(allowed))
     ]
-    logits = torch.randn(len(allowed), vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    source = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(len(allowed), vocabulary, generator=source) * 2
+    if data.draw(st.booleans()):
+        logits = logits.round()  # ties
+    broken = data.draw(st.sampled_from([0.0, math.inf, -math.inf, math.nan]))
+    if broken != 0:
+        logits[torch.rand(logits.shape, generator=source) < 0.2] = broken
+    logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    before = logits.clone()
     at = np.arange(len(allowed))
     listed = rows_of(
         *(
@@ -304,6 +312,7 @@ def test_a_mask_is_what_allowing_its_tokens_would_be(data: st.DataObject) -> Non
     masks = np.array([-1 if tokens is None else next(places) for tokens in allowed])
     drawn, _ = sample(logits, prepare(rows_of(*samplings), at, masks), Bits(sets, vocabulary) if sets else None)
     assert drawn.tolist() == expected.tolist()
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the raw logits are still needed"
 
 
 def test_a_mask_holds_even_where_nothing_else_is_left_of_a_row() -> None:

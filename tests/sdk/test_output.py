@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, Literal
 
 import pytest
@@ -63,6 +64,37 @@ async def test_one_of_some_values_is_that_value(
         assert answer.request.response_format["json_schema"]["schema"] == {"enum": [1, "no", True, None]}
         parsed = (await stream.result()).parsed
         assert (parsed, type(parsed)) == (value, type(value))
+
+
+class Color(Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+class Level(Enum):
+    LOW = 1
+    NONE = None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent", "text", "member"),
+    [
+        (Literal[Color.RED, Color.BLUE], {"type": "choice", "choice": ["r", "b"]}, "b", Color.BLUE),
+        (Literal[Level.LOW, Level.NONE, Color.RED], {"enum": [1, None, "r"]}, "null", Level.NONE),
+    ],
+)
+def test_a_member_of_an_enumeration_goes_out_as_its_value_and_comes_back_as_itself(
+    wanted: Any, sent: Any, text: str, member: Enum
+) -> None:
+    output = Output.of(wanted)
+    assert sent in (output.response_format, output.response_format.get("json_schema", {}).get("schema"))
+    assert output.parse(text) is member
+
+
+@pytest.mark.parametrize("wanted", [Literal[b"x"], Literal["a", b"x"]])
+def test_a_choice_that_json_cannot_write_is_refused_before_anything_is_sent(wanted: Any) -> None:
+    with pytest.raises(TypeError, match="output cannot be b'x'"):
+        Output.of(wanted)
 
 
 async def test_a_pydantic_class_is_made_once_at_the_end(server: ScriptedServer, client: AsyncClient) -> None:

@@ -58,17 +58,19 @@ def test_prefix_compares_an_engine_with_the_cache_and_one_without(monkeypatch, e
 def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):
     monkeypatch.setattr(guided, "REPEATS", 2)
     monkeypatch.setattr(guided, "COMPILES", 2)
-    monkeypatch.setattr(guided, "CONTEXT", 0)
+    monkeypatch.setattr(guided, "CONTEXT", 12)
     monkeypatch.setattr(guided, "HOSTILE", {name: guided.HOSTILE[name] for name in ("no end", "10,000 values")})
     monkeypatch.setattr(compose, "build_runner", lambda config, report: runner_in(tmp_path))
     monkeypatch.setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
     real = compose.open_engine
     monkeypatch.setattr(compose, "open_engine", lambda config, progress: real(config, process=False))
     lines, result = measured("guided")
-    assert [row["batch"] for row in result["batches"]] == [1, 8, 32]
+    assert [(row["kind"], row["batch"]) for row in result["batches"]] == [
+        (kind, batch) for kind in ("greedy", "drawn") for batch in (1, 8, 32)
+    ]
     assert all(row["mask_us_per_row"] > 0 and row["guided_ms"] > 0 for row in result["batches"])
     assert result["hostile"].keys() == {"nothing", "no end", "10,000 values", "all of these"}
-    assert len(lines) == 3 + 1 + 4
+    assert len(lines) == 6 + 1 + 4
 
 
 def test_speculation_reports_acceptance_and_that_the_answers_are_equal(monkeypatch, engines):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ async def test_an_answer_is_an_instance_of_its_schema(tmp_path: Path) -> None:
     ("response_format", "texts"),
     [
         ({"type": "choice", "choice": ["yes", "no", 'say "no"\n', "grüße"]}, {"yes", "no", 'say "no"\n', "grüße"}),
+        ({"type": "choice", "choice": ["\x00\x7f", "\u2028/", "a\\b"]}, {"\x00\x7f", "\u2028/", "a\\b"}),
+        ({"type": "choice", "choice": [f"{n:05}" for n in range(10_000)]}, {f"{n:05}" for n in range(10_000)}),
+        ({"type": "regex", "regex": "(|a)"}, {"", "a"}),
+        ({"type": "regex", "regex": "^/|[+*?]{2}?$"}, {"/", *map("".join, product("+*?", repeat=2))}),
         ({"type": "regex", "regex": "a{3}b?"}, {"aaa", "aaab"}),
+        ({"type": "grammar", "grammar": '// <[1]>\nstart: "<b>" | /<[1]>/ // temperature'}, {"<b>", "<1>"}),
         ({"type": "grammar", "grammar": 'start: "x" end\nend: "y" | "z"'}, {"xy", "xz"}),
     ],
 )
@@ -83,7 +89,24 @@ async def test_a_text_format_is_no_grammar(tmp_path: Path) -> None:
         ({"type": "regex"}, InvalidRequest, "regex"),
         ({"type": "choice", "choice": []}, InvalidRequest, "length >= 1"),
         ({"type": "regex", "regex": "("}, GrammarError, "regex parse error"),
-        ({"type": "regex", "regex": "foo**"}, GrammarError, "multiple repeat"),
+        ({"type": "regex", "regex": "foo**"}, GrammarError, "multiple repeat at position 4"),
+        ({"type": "regex", "regex": "[*+]a{2}+a"}, GrammarError, "multiple repeat at position 8"),
+        ({"type": "regex", "regex": "a\\"}, GrammarError, "ends with a backslash"),
+        ({"type": "regex", "regex": "a(?=b)"}, GrammarError, "look-ahead"),
+        ({"type": "regex", "regex": "\\bword\\b"}, GrammarError, "lookarounds"),
+        ({"type": "regex", "regex": "(a)\\1"}, GrammarError, "backreferences"),
+        ({"type": "regex", "regex": "a\ud800"}, InvalidRequest, "U+D800, at character 1"),
+        ({"type": "choice", "choice": ["\ud800"]}, InvalidRequest, "U+D800"),
+        ({"type": "grammar", "grammar": 'start: "\ud800"'}, InvalidRequest, "U+D800"),
+        (of_schema({"const": "\ud800"}), GrammarError, "surrogates"),
+        ({"type": "grammar", "grammar": 'start: "a"\n  | <[1]>'}, GrammarError, "line 2 names the token <[1]>"),
+        ({"type": "grammar", "grammar": 'start: "a" <eos>'}, GrammarError, "names the token <eos>"),
+        ({"type": "grammar", "grammar": 'start[temperature=2]: "a"'}, GrammarError, "line 1 has temperature"),
+        (
+            {"type": "grammar", "grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'},
+            GrammarError,
+            "line 1 has x-guidance",
+        ),
         ({"type": "regex", "regex": "[z-a]"}, GrammarError, "invalid character class range"),
         ({"type": "grammar", "grammar": "start: other"}, GrammarError, "unknown name"),
         (of_schema({"type": "objekt"}), GrammarError, "$.type"),
