@@ -91,9 +91,12 @@ class Http:
 
     async def _receive(self, request: Request) -> bytes:
         most, body = self.config.max_message_bytes, bytearray()
+        too_large = MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+        if int(request.headers.get("content-length", 0)) > most:  # the parser let only numbers pass
+            raise too_large
         async for chunk in request.stream():
             if len(body) + len(chunk) > most:  # uvicorn reads the rest and drops it, so that the refusal is read
-                raise MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+                raise too_large
             body += chunk
         return bytes(body)
 
