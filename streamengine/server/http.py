@@ -102,7 +102,7 @@ class Http:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """``body`` as ``kind``.
+    """``body`` as ``kind``. A field that is null is as good as absent, whether or not ``kind`` knows it.
 
     Raises:
         InvalidJSON: no JSON, a key that is there twice, NaN, or nested too deep.
@@ -111,13 +111,23 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         text = body.decode()
         check_size(text)
-        value = msgspec.json.decode(text, type=kind)
+        value = _convert(text, kind)
         check_json(text)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), param=field_of(str(error))) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidJSON(f"the body is no JSON that is accepted here: {error}") from error
     return value
+
+
+def _convert(text: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        given = msgspec.json.decode(text) if "unknown field" in str(error) else None
+        if not isinstance(given, dict) or None not in given.values():
+            raise
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
 
 
 async def until_gone(receive: Receive) -> None:
