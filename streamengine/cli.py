@@ -210,7 +210,17 @@ def _complain(message: str) -> None:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
 
 
+def _open_standard_streams() -> None:
+    """Started without one, a process gives its number to the next file or socket, which then gets what others print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 (for as long as the process lives)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def main() -> None:
+    _open_standard_streams()
     # A terminal that cannot show a character of the answer shows a substitute.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

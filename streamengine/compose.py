@@ -1,5 +1,6 @@
 """The composition root: the only place that builds a runner, a tokenizer and an engine from a config."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -201,8 +202,8 @@ async def core_process(entry: str = "streamengine.child") -> AsyncIterator[Front
             await link.aclose()
             with anyio.move_on_after(GOODBYE_S):
                 await process.wait()
-            if process.returncode is None:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it has started
             await process.aclose()
 
 

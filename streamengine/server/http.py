@@ -91,15 +91,18 @@ class Http:
 
     async def _receive(self, request: Request) -> bytes:
         most, body = self.config.max_message_bytes, bytearray()
+        too_large = MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+        if int(request.headers.get("content-length", 0)) > most:  # the parser let only numbers pass
+            raise too_large
         async for chunk in request.stream():
             if len(body) + len(chunk) > most:  # uvicorn reads the rest and drops it, so that the refusal is read
-                raise MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
+                raise too_large
             body += chunk
         return bytes(body)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """``body`` as ``kind``.
+    """``body`` as ``kind``. A field that is null is as good as absent, whether or not ``kind`` knows it.
 
     Raises:
         InvalidJSON: no JSON, a key that is there twice, NaN, or nested too deep.
@@ -108,13 +111,23 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         text = body.decode()
         check_size(text)
-        value = msgspec.json.decode(text, type=kind)
+        value = _convert(text, kind)
         check_json(text)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), param=field_of(str(error))) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidJSON(f"the body is no JSON that is accepted here: {error}") from error
     return value
+
+
+def _convert(text: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        given = msgspec.json.decode(text) if "unknown field" in str(error) else None
+        if not isinstance(given, dict) or None not in given.values():
+            raise
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
 
 
 async def until_gone(receive: Receive) -> None:

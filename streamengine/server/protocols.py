@@ -1,11 +1,12 @@
 """uvicorn's two protocol classes, made fit: bounds on what a request may send before anybody looks at it, and
 WebSockets that drain.
 
-What uvicorn's own classes do differently, and why that is changed here: no bound on headers, nor on how long a
-client takes to send them; a socket is closed in the middle of a too large message, so that the client meets a reset
-in place of close 1009; a closing handshake is dropped when the server stops, which can take the last messages along;
-buffers hide megabytes from `writable`; query strings, where a ticket may be, are logged. There is no cap on
-WebSockets: ours is among the checks before the upgrade. Relies on internals of uvicorn 0.54; `pyproject.toml` pins it.
+What uvicorn's own classes do differently, and why that is changed here: no bound on headers, nor on how long a client
+takes to send a request or to read its answer; a socket is closed in the middle of a too large message, so that the
+client meets a reset in place of close 1009; a closing handshake is dropped when the server stops, which can take the
+last messages along; buffers hide megabytes from `writable`; query strings, where a ticket may be, are logged. There
+is no cap on WebSockets: ours is among the checks before the upgrade. Relies on internals of uvicorn 0.54;
+`pyproject.toml` pins it.
 """
 
 import asyncio
@@ -28,6 +29,13 @@ CLOSE_S = 2.0
 HEAD_S = 10.0
 """How long a client may take to send the line and headers of a request, in seconds."""
 
+BODY_S = 120.0
+"""How long a client may take to send a body, in seconds."""
+
+STALL_S = 60.0
+"""How long a client may take nothing of an answer that waits for it, in seconds."""
+
+TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -41,6 +49,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self.access_log = False  # its lines hold queries
         self._timer: asyncio.TimerHandle | None = None
+        """Runs while a request comes in."""
+        self._stall: asyncio.TimerHandle | None = None
+        """Runs while an answer does not go out."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -49,6 +60,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -89,6 +101,41 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            self._timer = self.loop.call_later(BODY_S, self._end_body)
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    def _end_body(self) -> None:
+        if self.pipeline:  # not read while the answer before it goes out
+            self._timer = self.loop.call_later(BODY_S, self._end_body)
+            return
+        if not self.cycle.response_started:
+            self.transport.write(TOO_SLOW)
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall(None)
+
+    def resume_writing(self) -> None:
+        self._stop_stall()
+        super().resume_writing()
+
+    def _watch_stall(self, before: int | None) -> None:
+        """Cut a client that took none of the ``before`` bytes that wait for it: nothing else would ever end it."""
+        unsent = self.transport.get_write_buffer_size()
+        if before is not None and unsent >= before:
+            self.transport.abort()
+        else:
+            self._stall = self.loop.call_later(STALL_S, self._watch_stall, unsent)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

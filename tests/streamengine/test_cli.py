@@ -400,6 +400,14 @@ def test_a_full_disk_behind_stdout_is_one_line_and_status_1():
     assert (done.returncode, "No space left" in complaint) == (1, True), complaint
 
 
+def test_a_process_that_is_started_without_standard_streams_answers():
+    command = [sys.executable, "-c", PROGRAM, "generate", "--prompt", "hi", "--max-tokens", "5"]
+    for closed, shown in (("<&- 2>&-", True), ("<&- >&- 2>&-", False)):
+        shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command]
+        done = subprocess.run(shell, stdout=subprocess.PIPE, timeout=30, env=environment())
+        assert (done.returncode, len(done.stdout) > 0) == (0, shown)
+
+
 def test_ctrl_c_while_the_command_line_is_imported_is_quiet():
     program = """
 import sys

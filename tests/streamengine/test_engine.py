@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -710,6 +711,32 @@ async def test_a_killed_process_is_known_by_its_signal(monkeypatch: pytest.Monke
                 await link.receive()
             assert link.obituary is not None
             assert await link.obituary() == "killed by SIGKILL"
+
+
+async def test_what_a_core_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler, for one, where the server is stopped while it still starts."""
+    (tmp_path / "compiling.py").write_text(
+        "import socket, subprocess, sys\n"
+        "from streamengine.link import CoreLink, Progress\n"
+        "link = CoreLink(socket.socket(fileno=int(sys.argv[1])))\n"
+        "link.send(Progress(phase=str(subprocess.Popen(['sleep', '100']).pid)))\n"
+        "link.receive(block=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+
+    def runs(pid: str) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    with anyio.fail_after(PATIENCE_S):
+        async with core_process("compiling") as link:
+            message = await link.receive()
+            assert isinstance(message, Progress)
+            assert runs(message.phase)
+        while runs(message.phase):  # noqa: ASYNC110 (it is not ours, so there is nothing to wait for)
+            await anyio.sleep(0.01)
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_a_startup_error() -> None:

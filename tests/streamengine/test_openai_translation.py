@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from openai.types import completion_create_params
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from streamengine.bell import Bell
 from streamengine.engine import Generate
@@ -118,6 +120,23 @@ def test_null_is_as_good_as_absent() -> None:
     assert chat(**dict.fromkeys(names)) == chat()
     names = set(CompletionRequest.__struct_fields__) - {"prompt"}
     assert complete(**dict.fromkeys(names)) == complete()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "needed"),
+    [
+        (ChatRequest, CompletionCreateParamsBase, {"messages": HELLO}),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase, {"prompt": "hello"}),
+    ],
+)
+def test_a_null_is_taken_for_every_field_of_openai_s_and_no_value_for_one_that_is_not_here(
+    kind: Any, params: Any, needed: dict[str, Any]
+) -> None:
+    fields = {**dict.fromkeys(params.__annotations__), "stream": None, "surprise": None, **needed}
+    assert decode(json.dumps(fields).encode(), kind) == decode(json.dumps(needed).encode(), kind)
+    with pytest.raises(InvalidRequest) as refused:
+        decode(json.dumps({**fields, "surprise": 0}).encode(), kind)
+    assert refused.value.param == "surprise"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""What a connection may cost whose client neither sends nor reads as it should."""
+
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from streamengine.server import protocols
+from tests.fakes import fake_model
+from tests.serving import PATIENCE_S, Served, engine_over, eventually, roomy_runner, serving
+
+
+def opened(served: Served, *, window: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if window is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    sock.settimeout(PATIENCE_S)
+    sock.connect(("127.0.0.1", served.port))
+    return sock
+
+
+def post(body: bytes, *more: str, length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *more, "", ""]
+    return "\r\n".join(head).encode() + body
+
+
+def read_to_end(client: socket.socket, pause_s: float = 0.0) -> bytes:
+    received = b""
+    while data := client.recv(3000):
+        received += data
+        time.sleep(pause_s)
+    return received
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(post(b"", "Expect: 100-continue", length=10**9))
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocols, "BODY_S", 0.2)
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(post(b'{"prompt": "hel', length=100))
+        answer = client.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert client.recv(1000) == b""
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_cut_and_nothing_is_kept_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocols, "STALL_S", 0.3)
+
+    def answer(context: Any, sampling: Any) -> int:
+        time.sleep(0.0005)
+        return ord("x")
+
+    runner = roomy_runner(model=fake_model(max_model_len=30_000), answer=answer)
+    body = {"prompt": "hello", "ignore_eos": True, "max_tokens": 20_000, "stream": True}
+    with serving(engine_over(runner)) as served, opened(served, window=2048) as client:
+        client.sendall(post(json.dumps(body).encode()))
+        eventually(lambda: served.get("/v1/stats")[2]["streams_attached"] == 1)
+        eventually(lambda: served.get("/v1/stats")[2]["streams_attached"] == 0)
+        assert b"[DONE]" not in read_to_end(client)
+
+
+def test_a_client_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocols, "STALL_S", 0.3)
+    runner = roomy_runner(model=fake_model(max_model_len=30_000))
+    body = {"prompt": "hello", "ignore_eos": True, "max_tokens": 2000, "stream": True, "logprobs": 1}
+    with serving(engine_over(runner)) as served, opened(served, window=4096) as client:
+        client.sendall(post(json.dumps(body).encode(), "Connection: close"))
+        assert read_to_end(client, 0.002).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
