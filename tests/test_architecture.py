@@ -61,6 +61,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "stream": {"bell", "log", "sampling"},
         "replay": {"core"},
         "core": {"link", "profiling", "scheduler", "trace"},
+        "transfer": {"request"},
         "profiling": {"link"},
         "profile": {"errors", "histogram"},
         "scheduler": {"books", "limits", "pace", "rows"},
