@@ -5,6 +5,9 @@ line's beginning; attention sees them as strided views over all pages. Layers ma
 starts zeroed: padding reads finite numbers.
 """
 
+import mmap
+import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,9 +17,13 @@ from torch import Tensor
 
 from compiled.device import Device
 from compiled.memory import available_memory
-from compiled.step import KVSpec, LoadError
+from compiled.step import KVMemory, KVSpec, LoadError
 
 _CACHE_LINE = 64
+
+MEMFD = "streamengine-kv"
+"""Name of a shared cache's memfd, for ``/proc``."""
+
 SHARE_OF_FREE_MEMORY = 0.4
 """Of what is available on a CPU machine, which others use too."""
 
@@ -62,18 +69,30 @@ class KVStore:
     """Owns the memory of ``pages`` pages, on ``device`` (None: the CPU). ``layers[i]`` are the key and value views of
     layer i.
 
+    Args:
+        shared: lay it in a memfd, which other processes can map: it lives until the last of them lets go of it.
+
     Raises:
         LoadError: there is not as much memory; without a look, it would be missing later, page by page.
     """
 
-    def __init__(self, shape: KVShape, pages: int, device: Device | None = None) -> None:
+    def __init__(self, shape: KVShape, pages: int, device: Device | None = None, *, shared: bool = False) -> None:
         needed = pages * shape.page_bytes
         free = available_memory() if device is None else device.free_memory()
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
         self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
         where = torch.device("cpu") if device is None else device.torch
-        whole = _zeros(needed) if where.type == "cpu" else torch.zeros(needed, dtype=torch.uint8, device=where)
+        self._descriptor: int | None = None
+        if where.type != "cpu":
+            whole = torch.zeros(needed, dtype=torch.uint8, device=where)
+        elif shared:
+            self._descriptor = os.memfd_create(MEMFD)
+            weakref.finalize(self, os.close, self._descriptor)
+            os.ftruncate(self._descriptor, needed)
+            whole = torch.frombuffer(mmap.mmap(self._descriptor, needed), dtype=torch.uint8)
+        else:
+            whole = _zeros(needed)
         self._store = whole.view(pages, shape.page_bytes)
         store = self._store.view(shape.dtype)
         views = []
@@ -81,6 +100,13 @@ class KVStore:
             block = store[:, offset // shape.dtype.itemsize :][:, : shape.page_size * heads * size]
             views.append(block.view(pages, shape.page_size, heads, size))
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(views[::2], views[1::2], strict=True))
+
+    def memory(self) -> KVMemory | None:
+        """See `compiled.step.Runner.kv_memory`."""
+        if self._store.device.type != "cpu":
+            return None
+        view = self._store.numpy().reshape(-1).data
+        return KVMemory(view, self.spec.pages, self.spec.page_bytes, self._descriptor)
 
     def copy(self, source: int, target: int) -> None:
         """All layers of page ``source`` to page ``target``."""

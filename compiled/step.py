@@ -173,6 +173,20 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The bytes of a KV cache that lies in this machine's memory, for whoever moves whole pages of it.
+
+    ``view`` is writable and holds ``pages`` times ``page_bytes`` bytes, page after page. ``descriptor`` is of the
+    memfd which they are the beginning of, None where they are in none; it is closed with the cache.
+    """
+
+    view: memoryview
+    pages: int
+    page_bytes: int
+    descriptor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the outside must know of a loaded model.
 
@@ -218,4 +232,9 @@ class Runner(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """A snapshot of counters, sizes in bytes and times in seconds, by name."""
+        ...
+
+    def kv_memory(self) -> KVMemory | None:
+        """None where other devices alone can reach it. No step that reads or writes a page may be in flight while
+        somebody else writes the same page."""
         ...

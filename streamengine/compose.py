@@ -85,7 +85,7 @@ def model_folder(config: EngineConfig, report: Callable[[Progress], None]) -> st
 def _runner_options(config: EngineConfig) -> Any:
     from compiled.runner import RunnerOptions
 
-    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs"}  # graphs: for benchmarks
+    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs", "shared_kv"}
     shared = {name: getattr(config, name) for name in names}
     return RunnerOptions(threads=config.threads or default_threads(), **shared)
 
