@@ -86,9 +86,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     the request's own sampling, and ``logprob`` what was asked for about it. The random numbers of an answer
     are a function of its seed and the position, so there is no other state of the sampler.
 
-    ``lease_s``: P holds the pages for so long after the last `Prefill` or `Heartbeat` that it read. ``queued_s`` and
-    ``seconds`` are how long the prompt waited on P and how long it took from its `Prefill` to this. ``cached`` of its
-    tokens P found in its prefix cache. ``checksums`` are the CRC-32 of each page, in tests and with ``debug``.
+    ``queued_s`` and ``seconds`` are how long the prompt waited on P and how long it took from its `Prefill` to this.
+    ``cached`` of its tokens P found in its prefix cache. ``checksums`` are the CRC-32 of each page, in tests and with
+    ``debug``.
     """
 
     version: int = WIRE_VERSION
@@ -99,7 +99,6 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     first: int
     logprob: Logprob | None = None
-    lease_s: float
     queued_s: float = 0.0
     seconds: float = 0.0
     cached: int = 0
@@ -118,11 +117,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """D → P: compute ``request``, whose ``max_tokens`` and ``n`` are 1 and whose ``id`` means nothing to P.
 
-    ``transfer`` is unique among all engines and restarts, and is opaque. Twice the same one is once.
+    ``transfer`` is unique among all engines and restarts, and is opaque. Twice the same one is once. After each word
+    about it P waits for the next one for ``lease_s``, then it gives the transfer up.
     """
 
     transfer: Name
     request: Request
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
