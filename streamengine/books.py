@@ -14,7 +14,8 @@ from streamengine.groups import BeamSearch, fork, seats, seed_of
 from streamengine.guided.grammar import Constraint
 from streamengine.kv import KVPool
 from streamengine.prefix import Entry
-from streamengine.request import Event, Request, Sequence, State
+from streamengine.request import Delta, Event, Request, Sequence, State
+from streamengine.rows import continue_answer, delta_of
 from streamengine.speculation import Lookup
 from streamengine.waiting import WaitingQueue
 
@@ -57,12 +58,19 @@ class Books:
         sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None or constraint is not None
         return sequence
 
-    def queue(self, sequence: Sequence) -> None:
+    def queue(self, sequence: Sequence) -> list[Delta]:
+        """Let it wait; what its answer's beginning leads to without a step. Raises `InvalidRequest`."""
         request = sequence.request
+        begun = continue_answer(sequence) if request.answered else None
+        if begun is not None and begun.finish is not None:
+            return [delta_of(sequence, 0, begun.tokens, begun.finish, forced=begun.forced)]
         self.requests[request.id] = [sequence]
         if request.beam_width:
             self.searches[request.id] = BeamSearch(request)
         self.waiting.push(sequence)
+        if begun is None or not begun.tokens:
+            return []
+        return [delta_of(sequence, 0, begun.tokens, forced=begun.forced)]
 
     @property
     def seats(self) -> int:

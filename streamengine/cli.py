@@ -25,10 +25,11 @@ from streamengine import kernels, precompile, replay, scenarios
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Result, Stream
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.generate import Asked
 from streamengine.guided import command as guided
 from streamengine.guided.values import ValueTracker
-from streamengine.intake import Asked
 from streamengine.options import ENGINE, SAMPLING, SERVER, takes
+from streamengine.planner import command as planner
 from streamengine.sampling import SamplingParams
 from streamengine.server import run as server_run
 from streamengine.terminal import StartupProgress, open_engine
@@ -169,6 +170,7 @@ def bench(
 
 
 app.command("replay")(replay.command)
+app.command("plan")(planner.command)
 app.add_typer(guided.app, name="guided")
 app.command("compile")(precompile.compile_model)
 app.add_typer(precompile.app)

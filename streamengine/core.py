@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, InvalidRequest, StreamEngineError
-from streamengine.guided.grammar import MakeMasks
+from streamengine.guided.grammar import Constraint, MakeMasks
 from streamengine.histogram import COUNTS, SECONDS, Histogram
 from streamengine.kv import KVPool
 from streamengine.link import (
@@ -261,7 +261,7 @@ class _Core:
             self._tracer.submitted(request, now)
         try:
             if request.grammar is None:
-                self._scheduler.submit(request, now)
+                self._queue(request, now)
             else:
                 self._scheduler.check_room(request, now, len(self._unguided))
                 self._guide.start(request.id, request.grammar, request.tenant, now)
@@ -282,9 +282,15 @@ class _Core:
                         f"the shortest answer takes {shortest} tokens, max_tokens is {request.max_tokens}",
                         param="max_tokens",
                     )
-                self._scheduler.submit(request, arrival, outcome)
+                self._queue(request, arrival, outcome)
             except StreamEngineError as error:
                 self._refuse(request, error)
+
+    def _queue(self, request: Request, arrival: float, constraint: Constraint | None = None) -> None:
+        told = self._scheduler.submit(request, arrival, constraint)
+        self._deltas += told
+        if self._tracer and any(delta.finish for delta in told):
+            self._tracer.aborted(request.id, "ended", self._clock())
 
     def _refuse(self, request: Request, error: StreamEngineError) -> None:
         self._end(request, Finish("error", error.code, error.message, error.param))

@@ -30,7 +30,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     asks for the log-probability of each prompt token but the first, and of that many likeliest ones.
     ``tenant`` separates prefixes and shares the engine fairly; a higher ``priority`` goes first.
     ``grammar`` is what every answer must keep to, and ``jump`` lets tokens that it leaves no choice about be taken
-    without asking the model.
+    without asking the model. ``answered`` are the answer's first tokens, where another engine gave them: they count
+    as its own in everything but `Delta`, which tells only what comes after them.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     grammar: Grammar | None = None
     jump: bool = True
+    answered: tuple[int, ...] = ()
 
 
 QUEUE_TIMEOUT = "queue_timeout"

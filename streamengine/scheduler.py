@@ -101,17 +101,18 @@ class Scheduler:
         """Ids of all requests that wait or run, oldest first."""
         return list(self._books.requests)
 
-    def submit(self, request: Request, now: float, constraint: Constraint | None = None) -> None:
+    def submit(self, request: Request, now: float, constraint: Constraint | None = None) -> list[Delta]:
         """Queue ``request``, which arrived at ``now`` (seconds); ``constraint`` is its grammar's beginning.
+        An answer that was begun elsewhere may end or go on without a step: that comes back.
 
         Raises:
-            InvalidRequest: more answers than may run at once.
+            InvalidRequest: more answers than may run at once, or a beginning that it cannot have.
             ContextLengthExceeded: it could not finish even if it were alone.
             Overloaded: the queue is full.
         """
         assert request.id not in self._books.requests, f"request {request.id} is already here"
         assert request.prompt and request.max_tokens >= 1, f"request {request.id} asks for nothing"
-        self._books.queue(self.check_room(request, now, 0, constraint))
+        return self._books.queue(self.check_room(request, now, 0, constraint))
 
     def check_room(self, request: Request, now: float, others: int, constraint: Constraint | None = None) -> Sequence:
         """Refuse what `submit` would, with ``others`` yet to be submitted; nothing is queued."""
@@ -252,9 +253,8 @@ class Scheduler:
             self._books.admit(found, self._steps + 1)
             if sequence.preemptions == 0:
                 sequence.queued_s, sequence.cached = now - sequence.arrival, sequence.computed
-                prompt = len(sequence.request.prompt)
-                self._counts["prompt_tokens"] += prompt
-                self._waiting.serve(sequence.request.tenant, prompt - sequence.computed, 0)
+                self._counts["prompt_tokens"] += len(sequence.tokens)
+                self._waiting.serve(sequence.request.tenant, len(sequence.tokens) - sequence.computed, 0)
             plan.add(sequence, sequence.computed + size, page_size)
 
     def _room(self, sequence: Sequence) -> list[Entry] | None:

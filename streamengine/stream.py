@@ -16,9 +16,10 @@ import msgspec
 
 from streamengine.bell import Bell
 from streamengine.calls.parser import ToolCall
-from streamengine.log import Guided, Log, Reader, TextDelta, Timing, TokenLogprob, Usage
+from streamengine.log import Guided, Log, Reader, TextDelta, TokenLogprob, Usage
 from streamengine.request import FinishReason
 from streamengine.sampling import SamplingParams
+from streamengine.timing import Timing
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
