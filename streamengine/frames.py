@@ -27,10 +27,12 @@ class Frames(Generic[Message]):
     Args:
         messages: the type of a frame, a list.
         limit: bytes of one frame; a longer one is refused before it was read.
+        first: bytes of the first frame, by whoever that may be from; as many as of any other by default.
     """
 
-    def __init__(self, messages: object, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, messages: object, limit: int, first: int | None = None) -> None:
+        self._limit = limit if first is None else first
+        self._later = limit
         self._bytes = bytearray()
         self._decoder = msgspec.msgpack.Decoder(messages)
 
@@ -47,7 +49,7 @@ class Frames(Generic[Message]):
         begin = 0
         while len(self._bytes) - begin >= _PREFIX.size:
             (length,) = _PREFIX.unpack_from(self._bytes, begin)
-            if length > self.limit:
+            if length > self._limit:
                 raise LinkBroken(f"a frame of {length} bytes: the stream is out of step")
             end = begin + _PREFIX.size + length
             if len(self._bytes) < end:
@@ -56,7 +58,7 @@ class Frames(Generic[Message]):
                 messages += self._decoder.decode(bytes(self._bytes[begin + _PREFIX.size : end]))
             except msgspec.MsgspecError as error:
                 raise LinkBroken(f"a frame that cannot be decoded: {error}") from error
-            begin = end
+            begin, self._limit = end, self._later
         del self._bytes[:begin]
         return messages
 
