@@ -1,0 +1,244 @@
+"""The planner: what a simulation may never lose, and where its figures are known without one."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from compiled.step import KVSpec, ModelSpec, Sampling
+from streamengine import cli
+from streamengine.config import EngineConfig
+from streamengine.errors import StartupError
+from streamengine.planner import times
+from streamengine.planner.fleet import Fleet, Plan
+from streamengine.planner.report import Report, Targets
+from streamengine.planner.times import Shape, StepTimes, fit
+from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake
+from streamengine.request import Request
+
+TIMES = StepTimes(source="a test", base_s=0.01, prompt_token_s=1e-4, decode_token_s=5e-4, host_s=1e-3)
+
+
+def plan(*, pages: int = 2048, times: StepTimes = TIMES, config: dict[str, Any] | None = None, **options: Any) -> Plan:
+    return Plan(
+        config=EngineConfig(**({"debug": True} | (config or {}))),
+        model=ModelSpec("m", "", "", "", vocab_size=2**31, max_model_len=4096, eos_token_ids=()),
+        kv=KVSpec(pages, 16, page_bytes=1 << 16),
+        times=times,
+        targets=Targets(ttft_ms=500, itl_ms=50),
+        **options,
+    )
+
+
+def jobs(*requests: tuple[float, int, int], cancel_at: float = math.inf) -> Workload:
+    """Of ``(arrival, prompt tokens, answer tokens)``."""
+    made = [
+        Job(
+            at,
+            Request(
+                id=id, prompt=tuple(range(id * 10_000, id * 10_000 + prompt)), max_tokens=answer, sampling=Sampling()
+            ),
+            cancel_at,
+        )
+        for id, (at, prompt, answer) in enumerate(requests)
+    ]
+    return Workload("a test", iter(made), Distinct())
+
+
+def figures(report: Report) -> Report:
+    return msgspec.structs.replace(report, wall_s=0.0)
+
+
+def test_one_request_alone_takes_the_times_of_its_steps() -> None:
+    report = Fleet(plan(), jobs((1.0, 100, 3))).run()
+    assert report.ttft_ms.max == pytest.approx(10 + 10)
+    assert report.itl_ms.mean == pytest.approx(1 + 10 + 0.5)
+    assert (report.ends, report.steps, report.label) == ({"length": 1}, 3, "simulated, step times from a test")
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8])
+def test_requests_of_one_token_wait_as_long_as_queueing_theory_says(load: float) -> None:
+    """M/D/1: Poisson arrivals, one server, a constant time S of service. The mean wait is load · S / 2(1 - load)."""
+    service = 0.02
+    config = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_queue": 10_000, "debug": False}
+    poisson = Load(rate=load / service, seconds=20_000 * service / load, prompt_tokens=16, answer_tokens=1)
+    fixed = StepTimes(source="a test", base_s=service)
+    report = Fleet(plan(times=fixed, config=config), poisson.open()).run()
+    expected = service + load * service / (2 * (1 - load))
+    assert report.ttft_ms.mean == pytest.approx(1e3 * expected, rel=0.05)
+    assert report.utilisation == pytest.approx(load, rel=0.03)
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
+    def run(seed: int) -> Report:
+        load = Load(rate=8, seconds=6, prompt_tokens=200, prompt_cv=1, answer_tokens=30, answer_cv=0.5, seed=seed)
+        spread = msgspec.structs.replace(TIMES, spread=(0.8, 1.0, 1.0, 2.0))
+        return figures(Fleet(plan(times=spread, replicas=2, mtbf_s=4, repair_s=1, seed=seed), load.open()).run())
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_requests_end_once_and_with_all_their_tokens_while_replicas_die_and_pages_are_short() -> None:
+    load = Load(rate=12, seconds=30, prompt_tokens=150, prompt_cv=0.5, answer_tokens=60, shared_tokens=48, prefixes=3)
+    fleet = Fleet(plan(pages=100, replicas=3, mtbf_s=8, repair_s=2), load.open())
+    report = fleet.run()
+    assert report.failures > 3 and report.resent > 3 and report.preemptions > 0
+    assert report.ends == {"length": report.requests}
+    assert {outcome.tokens for outcome in fleet.outcomes} == {60}
+
+
+def test_who_goes_away_is_cancelled_and_gives_everything_back() -> None:
+    report = Fleet(plan(), jobs((0.0, 100, 1000), (0.5, 100, 3), cancel_at=1.0)).run()
+    assert report.ends == {"cancelled": 1, "length": 1}
+    assert report.seconds == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_does_not_fit_is_refused_and_the_others_are_answered() -> None:
+    report = Fleet(plan(), jobs((0.0, 5000, 10), (0.0, 100, 10))).run()
+    assert report.ends == {"context_length_exceeded": 1, "length": 1}
+
+
+def test_while_nobody_is_alive_requests_wait_for_the_first_that_comes_back() -> None:
+    fleet = Fleet(plan(mtbf_s=0.05, repair_s=5.0, seed=3), jobs(*[(0.01 * i, 100, 2) for i in range(40)]))
+    report = fleet.run()
+    assert report.failures and report.ttft_ms.max is not None and report.ttft_ms.max > 5000
+    assert sum(report.ends.values()) == 40
+
+
+def test_a_shared_beginning_is_computed_once_for_each_replica() -> None:
+    """640 tokens of which 320 are shared: of 20 requests, one after another, 19 find 20 of their 40 pages."""
+    load = Load(rate=0.1, seconds=1000, prompt_tokens=640, answer_tokens=2, shared_tokens=320)
+    report = Fleet(plan(), load.open()).run()
+    assert report.hit_rate == pytest.approx(0.5 * (1 - 1 / report.requests), rel=0.01)
+
+
+def test_a_thousand_replicas_share_the_load() -> None:
+    load = Load(rate=1000, seconds=2, prompt_tokens=64, answer_tokens=4)
+    fleet = Fleet(plan(pages=64, replicas=1000, config={"debug": False}), load.open())
+    report = fleet.run()
+    assert report.ends == {"length": report.requests}
+    assert report.ttft_ms.max == pytest.approx(10 + 6.4), "with a replica for each, nobody waits"
+
+
+# step times
+
+
+def test_a_line_through_exact_steps_is_found_again() -> None:
+    true = StepTimes(
+        source="", base_s=0.012, prompt_token_s=1.4e-3, prompt_pair_s=2e-7, decode_token_s=1.6e-3, decode_key_s=3e-6
+    )
+    shapes = [
+        Shape(prompt, prompt * (prompt + 1) // 2 + prompt * behind, rows, rows * context)
+        for prompt, behind in ((0, 0), (16, 0), (200, 512), (512, 0), (512, 1024))
+        for rows, context in ((0, 0), (1, 40), (8, 300), (32, 900))
+        if prompt or rows
+    ]
+    found = fit("", [(shape, true.middle(shape)) for shape in shapes])
+    for shape in shapes:
+        assert found.middle(shape) == pytest.approx(true.middle(shape), rel=0.02)
+
+
+def test_a_few_slow_steps_do_not_move_the_line_but_are_in_the_spread() -> None:
+    steps = [
+        (Shape(0, 0, rows, 100 * rows), (0.01 + 0.001 * rows) * (5 if i % 20 == 0 else 1))
+        for i in range(200)
+        for rows in (1 + i % 8,)
+    ]
+    found = fit("", steps)
+    assert found.middle(Shape(0, 0, 4, 400)) == pytest.approx(0.014, rel=0.02)
+    assert found.spread[20] == pytest.approx(1, rel=0.02) and found.spread[-1] == pytest.approx(5, rel=0.02)
+
+
+def test_the_figures_of_bench_steps_are_step_times(tmp_path: Path) -> None:
+    found = {
+        "scenario": "steps",
+        "decode": [{"batch": batch, "ms": 10 + batch} for batch in (1, 8, 32)],
+        "prefill": [{"tokens": tokens, "ms": 10 + tokens / 2} for tokens in (128, 512, 2048)],
+    }
+    file = tmp_path / "bench"
+    file.write_text(f"ceilings read 20 GB/s\n{json.dumps(found)}\n")
+    line = times.read(str(file))
+    assert line.middle(Shape(0, 0, 16, 16 * 128)) == pytest.approx(0.026, rel=0.02)
+    assert line.middle(Shape(1024, 1024 * 1025 // 2)) == pytest.approx(0.522, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"scenario": "serve"}', '{"source": "x", "base_s": -1}', '{"base": 1}'])
+def test_what_is_no_step_times_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "times.json"
+    file.write_text(text)
+    with pytest.raises(StartupError, match=r"times"):
+        times.read(str(file))
+
+
+# files
+
+
+def test_equal_hashes_of_mooncake_are_equal_tokens() -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 2 * BLOCK, "output_length": 2, "hash_ids": [1, 2]},
+        {"timestamp": 60_000, "input_length": 2 * BLOCK, "output_length": 2, "hash_ids": [1, 3]},
+        {"timestamp": 30_000, "input_length": 2 * BLOCK + 10, "output_length": 3, "hash_ids": [1, 2, 4]},
+    ]
+    report = Fleet(plan(), mooncake("a trace", "\n".join(map(json.dumps, lines)))).run()
+    assert (report.requests, report.seconds > 60) == (3, True)
+    assert report.hit_rate == pytest.approx((2 * BLOCK + BLOCK) / (6 * BLOCK + 10), rel=0.02)
+
+
+def test_a_line_of_another_format_is_told_by_its_number() -> None:
+    with pytest.raises(StartupError, match="line 2 of it"):
+        mooncake("it", '{"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": []}\n{"a": 1}')
+
+
+# the command
+
+
+def test_a_sweep_prints_every_fleet_and_says_that_it_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode(TIMES))
+    arguments = [
+        "plan",
+        "--times",
+        str(file),
+        "--kv-pages",
+        "512",
+        "--rate",
+        "4",
+        "--seconds",
+        "5",
+        "--replicas",
+        "1,2",
+    ]
+    assert cli.run(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.count("requests/s within the targets") == 2
+    assert text.splitlines()[-1].startswith("simulated, step times from a test; Poisson arrivals of 4 requests/s")
+    assert cli.run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["label"] == "simulated, step times from a test"
+    assert [report["replicas"] for report in found["reports"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "a plan takes either rate or workload"),
+        (["--rate", "1", "--workload", "x"], "a plan takes either rate or workload"),
+        (["--workload", "x", "--prompt-tokens", "9"], "prompt_tokens is for made-up requests"),
+        (["--workload", "nowhere", "--kv-pages", "99"], "the workload cannot be read"),
+        (["--rate", "1"], "give kv_pages"),
+        (["--rate", "1", "--kv-pages", "99", "--replicas", "1,x"], "replicas must be numbers from 1 to 10000"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
+) -> None:
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode(TIMES))
+    assert cli.run(["plan", "--times", str(file), *options]) == 2
+    assert complaint in capsys.readouterr().err
