@@ -103,10 +103,10 @@ def sessions(lines: Iterable[Line]) -> list[tuple[Opened, list[Line]]]:
         if isinstance(line, Opened):
             if line.version != VERSION:
                 raise StartupError(f"the trace has version {line.version}, this is {VERSION}", param="trace")
-            sessions.append((line, []))
+            found.append((line, []))
         else:
-            sessions[-1][1].append(line)
-    return sessions
+            found[-1][1].append(line)
+    return found
 
 
 class _Replay:
