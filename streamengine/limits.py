@@ -6,8 +6,9 @@ from streamengine.kv import KVPool
 from streamengine.request import Sequence
 
 
-def check_fit(sequence: Sequence, pool: KVPool, max_num_seqs: int, max_model_len: int) -> None:
-    """
+def check_fit(sequence: Sequence, pool: KVPool, max_num_seqs: int, max_model_len: int, reserve: int = 0) -> None:
+    """``reserve`` pages of the pool are for transfers between engines.
+
     Raises:
         InvalidRequest: it has more answers or beams than sequences may run.
         ContextLengthExceeded: it is longer than the context, or than the pool with all its answers at their longest.
@@ -31,11 +32,12 @@ def check_fit(sequence: Sequence, pool: KVPool, max_num_seqs: int, max_model_len
         )
     shared = (prompt - 1) // pool.page_size  # by all answers; of the page behind these each has its own
     pages = shared + answers * (sequence.most_pages - shared)
-    if pages > pool.capacity:
+    capacity = pool.capacity - reserve
+    if pages > capacity:
         times = f", {answers} times," if answers > 1 else ""
         raise ContextLengthExceeded(
-            f"{asked}{times} need {pages} KV pages of {pool.page_size} tokens; there are {pool.capacity}",
+            f"{asked}{times} need {pages} KV pages of {pool.page_size} tokens; there are {capacity}",
             param="max_tokens",
             pages=pages,
-            capacity=pool.capacity,
+            capacity=capacity,
         )

@@ -39,6 +39,7 @@ from streamengine.books import Books
 from streamengine.errors import Overloaded
 from streamengine.guided.grammar import Constraint, MakeMasks
 from streamengine.kv import KVPool
+from streamengine.landing import Landing
 from streamengine.limits import check_fit
 from streamengine.pace import Pace
 from streamengine.prefix import Entry
@@ -61,6 +62,7 @@ class Scheduler:
         ageing_s: seconds of waiting that are worth one level of priority.
         window: see `KVSpec`.
         mask: makes the bitmasks of steps, where requests have grammars.
+        transfer_reserve: see `Landing`.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Scheduler:
         ageing_s: float = 60.0,
         window: int | None = None,
         mask: MakeMasks | None = None,
+        transfer_reserve: int = 0,
     ) -> None:
         self._pool = pool
         self._books = Books(pool, ageing_s, window)
+        self.landing = Landing(self._books, transfer_reserve)
         self._running, self._waiting = self._books.running, self._books.waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -117,7 +121,7 @@ class Scheduler:
     def check_room(self, request: Request, now: float, others: int, constraint: Constraint | None = None) -> Sequence:
         """Refuse what `submit` would, with ``others`` yet to be submitted; nothing is queued."""
         sequence = self._books.enter(request, now, constraint)
-        check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len)
+        check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len, self.landing.reserve)
         unfinished = len(self._books.requests) + others
         if unfinished >= self._max_num_seqs + self._max_queue:
             raise Overloaded(
@@ -228,7 +232,8 @@ class Scheduler:
         lower = list(takewhile(lambda sequence: self._gives_way(sequence, head), reversed(running)))
         seats = self._books.seats - len(lower) - sum(sequence.unborn for sequence in lower)
         pages = self._pool.available + sum(len(sequence.pages) for sequence in lower)
-        if seats + head.unborn >= self._max_num_seqs or pages < self._pool.pages_for(len(head.tokens)):
+        missing = self._pool.pages_for(len(head.tokens)) - len(head.landed)
+        if seats + head.unborn >= self._max_num_seqs or pages < missing:
             return
         while running and self._gives_way(running[-1], head) and self._room(head) is None:
             self._preempt()
@@ -247,11 +252,11 @@ class Scheduler:
             if sequence.pending:
                 break  # preempted, and the token in flight may be its last
             found = self._room(sequence)
-            size = plan.chunk(len(sequence.tokens) - len(found or ()) * page_size)
+            size = plan.chunk(len(sequence.tokens) - (sequence.landed_tokens or len(found or ()) * page_size))
             if found is None or not size:
                 break
             self._books.admit(found, self._steps + 1)
-            if sequence.preemptions == 0:
+            if sequence.preemptions == 0 and not sequence.begun:
                 sequence.queued_s, sequence.cached = now - sequence.arrival, sequence.computed
                 self._counts["prompt_tokens"] += len(sequence.tokens)
                 self._waiting.serve(sequence.request.tenant, len(sequence.tokens) - sequence.computed, 0)
@@ -264,7 +269,7 @@ class Scheduler:
             return None
         found = self._books.find(sequence)
         pages = pool.pages_for(len(sequence.tokens))
-        needed = pages - len(found) + sum(pool.is_idle(entry.page) for entry in found)
+        needed = pages - len(sequence.landed) - len(found) + sum(pool.is_idle(entry.page) for entry in found)
         reserve = sum(self._books.growth(other, len(other.pages)) for other in running)
         reserve += self._books.growth(sequence, pages)
         return None if running and needed + reserve > pool.available else found
@@ -339,17 +344,7 @@ class Scheduler:
         self._books.remove(beams)
         self._counts.update(f"finished_{hypothesis.finish.reason}" for hypothesis in best)
         self._serve({request.tenant: sum(len(hypothesis.tokens) for hypothesis in best)})
-        return [
-            Delta(
-                request=request.id,
-                tokens=hypothesis.tokens,
-                computed=len(request.prompt),
-                finish=hypothesis.finish,
-                index=index,
-                beam_score=hypothesis.score,
-            )
-            for index, hypothesis in enumerate(best)
-        ]
+        return [hypothesis.told(request, index) for index, hypothesis in enumerate(best)]
 
     def _end(self, request_id: int, finish: Finish, index: int | None = None) -> list[Delta]:
         """End all answers of a request that have not ended; with ``index`` that one, if it goes its own way by now."""

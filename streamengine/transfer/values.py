@@ -14,8 +14,7 @@ A conversation, in order; each line is one `Message`::
     P → D    Held               answers each Heartbeat: which of them P has still
     P → D    Prefilled(handle)  once for each Prefill; the pages are held from here on
     P → D    Refused            instead of Prefilled, or after it when a lease ran out
-    D → P    Release            once for each Prefill that was not Refused, whatever became of it: P computes it no
-                                more and holds nothing
+    D → P    Release            once for each Prefill, whatever became of it: P computes it no more and holds nothing
 
 The pages themselves move by a transport, and D reads them (P never writes into D). Either side may die, hang, restart
 or say something twice at any point: whoever does not know a transfer ignores what is said of it, and everything that
