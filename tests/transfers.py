@@ -1,9 +1,11 @@
 """Two engines' memories, workers and waits, for tests of what moves pages between them."""
 
+import importlib.util
 import mmap
 import os
 import random
 import select
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,16 @@ WAIT_S = 20.0
 POISON = 0xFF
 
 PAGES, PAGE_BYTES = 64, 4096
+
+NIXL = Path(__file__).resolve().parent.parent / ".nixl"
+"""Where `make nixl` puts it."""
+
+
+def no_nixl() -> str | None:
+    """Why NIXL cannot be used; None if it can, and then ``import nixl`` finds it."""
+    if NIXL.is_dir() and str(NIXL) not in sys.path:
+        sys.path.append(str(NIXL))
+    return None if importlib.util.find_spec("nixl") else "NIXL is not installed; get it with: make nixl"
 
 
 def make_memory(pages: int = PAGES, page_bytes: int = PAGE_BYTES, seed: int | None = None) -> KVMemory:

@@ -96,6 +96,9 @@ class Copying:
     def pause(self) -> float | None:
         return 0.0 if self._copies or self._refused else None
 
+    def expect(self) -> None:
+        """Nobody needs our help to read."""
+
     def forget(self, source: str) -> None:
         if known := self._sources.get(source):
             known.forgotten = True

@@ -58,12 +58,16 @@ class Transport(Protocol):
         """Seconds until `poll` should be called again; None where nothing is to be done before the next call."""
         ...
 
+    def expect(self) -> None:
+        """Others may be about to read from here, where that needs our help."""
+        ...
+
     def forget(self, source: str) -> None:
         """No new read will be of ``source``. What is in flight ends as it ends; then nothing is kept of it."""
         ...
 
     def close(self) -> None:
-        """Nothing is written into our memory after this, and nothing is reported of what was in flight."""
+        """Nothing is written into our memory after this, and nothing is reported of what was in flight. Twice is once."""
         ...
 
 

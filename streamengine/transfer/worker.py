@@ -203,6 +203,8 @@ class Worker:
                     peer = self._peers.get(order.peer)
                     if peer is not None and peer.card is not None:
                         self._send(peer, order.message)
+                        if peer.address is None:
+                            self._transport.expect()
                 case Read():
                     self._read(order)
                 case Forget():
@@ -325,6 +327,8 @@ class Worker:
                         raise LinkBroken("it said something before hello")
                     else:
                         self._tell(Received(peer.name, message))
+                        if peer.address is None:
+                            self._transport.expect()
                     if peer.connection is None:
                         return
         except OSError as error:
