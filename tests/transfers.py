@@ -39,7 +39,10 @@ def make_memory(pages: int = PAGES, page_bytes: int = PAGE_BYTES, seed: int | No
     descriptor = os.memfd_create("streamengine-kv-test")
     os.ftruncate(descriptor, size)
     view = memoryview(mmap.mmap(descriptor, size))
-    view[:] = bytes([POISON]) * size if seed is None else random.Random(seed).randbytes(size)
+    draw = random.Random(seed)
+    view[:] = b"".join(
+        bytes([POISON]) * page_bytes if seed is None else draw.randbytes(page_bytes) for _ in range(pages)
+    )
     return KVMemory(view, pages, page_bytes, descriptor)
 
 
