@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -60,6 +61,12 @@ class KVShape:
         return tuple(blocks)
 
     @property
+    def layout(self) -> str:
+        """Heads and sizes of keys and values, of each run of equal layers: ``30 of 3 x (64 + 64)``."""
+        runs = ((layer, len(list(run))) for layer, run in groupby(self.layers))
+        return ", ".join(f"{n} of {one.num_kv_heads} x ({one.head_dim} + {one.value_dim})" for one, n in runs)
+
+    @property
     def page_bytes(self) -> int:
         heads, size, offset = self.blocks[-1]
         return offset + _lines(self.page_size * heads * size * self.dtype.itemsize)
@@ -81,7 +88,10 @@ class KVStore:
         free = available_memory() if device is None else device.free_memory()
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
-        self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
+        dtype = str(shape.dtype).removeprefix("torch.")
+        self.spec = KVSpec(
+            pages, shape.page_size, shape.page_bytes, shape.window, dtype, len(shape.layers), shape.layout
+        )
         where = torch.device("cpu") if device is None else device.torch
         self._descriptor: int | None = None
         if where.type != "cpu":

@@ -164,12 +164,19 @@ class KVSpec:
     Page `PADDING_PAGE` is among them and is never handed out. With a ``window`` every layer attends to the last
     ``window`` tokens only (the token itself included), so older pages may be given back: `PADDING_PAGE`
     stands in their place in the page table.
+
+    ``dtype``, ``layers`` and ``layout`` say what the bytes of a page mean: see `compiled.kv_store.KVShape.layout`.
+    Requests may not need the last ``reserved`` of the pages, which whoever schedules keeps for other ends.
     """
 
     pages: int
     page_size: int
     page_bytes: int
     window: int | None = None
+    dtype: str = ""
+    layers: int = 0
+    layout: str = ""
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class Intake:
     def __init__(self, config: EngineConfig, model: ModelSpec, kv: KVSpec, tokenizer: Tokenizer) -> None:
         self._config = config
         self._kv = kv
-        self.limit = min(model.max_model_len, (kv.pages - 1) * kv.page_size + 1)
+        self._pages = kv.pages - 1 - kv.reserved
+        self.limit = min(model.max_model_len, self._pages * kv.page_size + 1)
         self.tokenizer = tokenizer
         self._vocab_size = model.vocab_size
         self._eos = model.eos_token_ids
@@ -84,9 +85,12 @@ class Intake:
             InvalidRequest: no or more than one kind of prompt, an empty one, ids outside of the vocabulary, more
                 answers than `EngineConfig` allows, or messages that the template refuses.
             ContextLengthExceeded: no token of an answer would fit behind it.
-            UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is.
+            UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is; an
+                engine that has none of its own.
             GrammarError: a schema that is none, or over a limit. What the grammar engine refuses, the core says.
         """
+        if self._config.transfer is not None and self._config.transfer.role == "prefill":
+            raise UnsupportedFeature("this engine has role prefill: it computes prompts for its peers, and no answers")
         self._check_answers(generate.sampling, single)
         self._check_vocabulary(generate.sampling)
         self._check_continues(generate)
@@ -166,7 +170,7 @@ class Intake:
         # Answers to one prompt share its pages but the one of its last token; each has its own from there on.
         answers, size = max(params.answers, params.beam_width), self._kv.page_size
         shared, rest = divmod(prompt - 1, size)
-        room = min(room, (self._kv.pages - 1 - shared) // answers * size - rest)
+        room = min(room, (self._pages - shared) // answers * size - rest)
         if room < max(params.min_tokens, 1):
             name = "beam_width" if params.beam_width else "n" if params.best_of is None else "best_of"
             raise ContextLengthExceeded(

@@ -11,10 +11,13 @@ in a task that never waits for its writer, so the two cannot block each other). 
 blocks; what bounds it is what the engine admits, `EngineConfig.max_queue` requests and one abort each.
 """
 
+import select
 import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from math import ceil
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -132,6 +135,12 @@ def link_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
+class HasFileno(Protocol):
+    """Something that can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
 class CoreLink:
     """The core's end: one thread, blocking. Owns ``sock``."""
 
@@ -140,13 +149,20 @@ class CoreLink:
         self._sock = sock
         self._frames: Frames[ToCore] = Frames(list[ToCore], MAX_FRAME_BYTES)
 
-    def receive(self, block: bool) -> list[ToCore]:
-        """All messages that are there; with ``block`` at least one.
+    def receive(self, block: bool, beside: HasFileno | None = None, most_s: float | None = None) -> list[ToCore]:
+        """All messages that are there; with ``block`` at least one, or none where ``beside`` can be read from, or
+        ``most_s`` seconds have passed, before.
 
         Raises:
             LinkClosed: nothing is left to read and the engine's end is closed.
         """
         messages: list[ToCore] = []
+        if block and beside is not None:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            poll.register(beside, select.POLLIN)
+            poll.poll(None if most_s is None else ceil(1000 * most_s))
+            block = False
         while True:
             wait = block and not messages
             try:

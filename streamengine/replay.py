@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from compiled.step import Logprob, Row, Step, StepResult
-from streamengine.core import build_scheduler
+from streamengine.assembly import build_scheduler
 from streamengine.errors import StartupError, StreamEngineError
 from streamengine.request import Delta, Request
 from streamengine.trace import VERSION, Aborted, Landed, Line, Opened, Planned, Submitted, rows_of

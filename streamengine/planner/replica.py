@@ -2,11 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable
-from random import Random
 
 from compiled.step import KVSpec, ModelSpec, Step
+from streamengine.assembly import build_scheduler
 from streamengine.config import EngineConfig
-from streamengine.core import build_scheduler
 from streamengine.errors import StreamEngineError
 from streamengine.planner.times import Shape, StepTimes
 from streamengine.planner.workload import Answers
@@ -17,8 +16,8 @@ class Engine:
     """A core and a runner with ``depth`` steps in flight. Messages wait until the core looks at them: while a step is
     waited for it does not.
 
-    ``wake_at`` is when the oldest step in flight will be there; None: nothing is in flight, and a message is acted on
-    at once.
+    ``phase_s`` is where in the ratios of ``times`` it is at time 0. ``wake_at`` is when the oldest step in flight will
+    be there; None: nothing is in flight, and a message is acted on at once.
     """
 
     def __init__(
@@ -29,10 +28,11 @@ class Engine:
         depth: int,
         times: StepTimes,
         answers: Answers,
-        random: Random,
+        phase_s: float = 0.0,
     ) -> None:
         self.scheduler = build_scheduler(config, model, kv)
-        self._depth, self._times, self._answers, self._random = depth, times, answers, random
+        self._depth, self._times, self._answers = depth, times, answers
+        self._phase_s = phase_s
         self._debug = config.debug
         self._inbox: list[Request | int] = []
         self._in_flight: deque[tuple[Step, float, float]] = deque()
@@ -53,8 +53,10 @@ class Engine:
         deltas = [delta for message in self._inbox for delta in self._take(message, now)]
         self._inbox.clear()
         while len(self._in_flight) < self._depth and (step := self.scheduler.plan(now)) is not None:
-            seconds = self._times.draw(Shape.of_step(step), self._random)
-            self._free_at = max(now, self._free_at) + seconds
+            self._free_at = max(now, self._free_at)
+            ratio = self._times.ratio(self._phase_s + self._free_at)
+            seconds = self._times.middle(Shape.of_step(step)) * ratio
+            self._free_at += seconds
             self._in_flight.append((step, self._free_at, seconds))
             if self._debug:
                 self.scheduler.check()
@@ -72,10 +74,10 @@ class Engine:
         if isinstance(message, int):
             return self.scheduler.abort(message, "client")
         try:
-            self.scheduler.submit(message, now)
+            return self.scheduler.submit(message, now)
         except StreamEngineError as error:
-            return [Delta(request=message.id, finish=Finish("error", error.code, error.message))]
-        return ()
+            finish = Finish("error", error.code, error.message)
+            return [Delta(request=message.id, index=index, finish=finish) for index in range(message.n)]
 
     def check_idle(self) -> None:
         """Prove that nothing is left: no request, no step, and no page that somebody holds."""

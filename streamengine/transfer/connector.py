@@ -2,11 +2,14 @@
 
 from typing import NamedTuple, Protocol
 
+from compiled.step import Step
 from streamengine.landing import Landing
 from streamengine.request import Delta, Request, Sequence
 from streamengine.transfer.decode import Decode
 from streamengine.transfer.prefill import Prefills
 from streamengine.transfer.values import Order, Report
+
+LEARN_TOKENS, LEARN_SHARE = 32, 0.9
 
 
 class Worker(Protocol):
@@ -73,15 +76,15 @@ class Connector:
         ends = self._decode.cancel(request, cause, index)
         return self._post() + ends
 
-    def turn(self, now: float, oldest: int | None, newest: int) -> Turn:
-        """Between two steps; ``oldest`` and ``newest`` are the numbers of those in flight: see `Decode.advance`."""
+    def turn(self, now: float, in_flight: list[int]) -> Turn:
+        """Between two steps; ``in_flight`` are the numbers of those that were launched and have not landed."""
         for report in self._worker.poll():
             for half in self._halves:
                 half.on_report(report, now)
         for half in self._halves:
             half.tick(now)
         if self._decode is not None:
-            self._decode.advance(oldest, newest)
+            self._decode.advance(in_flight)
         submit = [] if self._prefills is None else self._prefills.start()
         deltas = self._post()
         return Turn(submit, [] if self._prefills is None else self._prefills.drain_aborts(), deltas)
@@ -94,10 +97,12 @@ class Connector:
         self._post()
         return [delta for delta in deltas if delta.request >= 0]
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """See `Threshold.computed`."""
+    def observe(self, step: Step, seconds: float) -> None:
+        """``step`` took so long: what a prompt's tokens cost here is learnt from steps of little else."""
         if self._decode is not None:
-            self._decode.computed(tokens, seconds)
+            tokens = sum(len(row.tokens) for row in step.rows if len(row.tokens) > 1)
+            if tokens >= LEARN_TOKENS and tokens >= LEARN_SHARE * sum(len(row.tokens) for row in step.rows):
+                self._decode.computed(tokens, seconds)
 
     def wait_s(self, now: float) -> float | None:
         """How long an idle core may wait; None is until something happens."""

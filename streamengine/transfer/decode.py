@@ -203,19 +203,19 @@ class Decode:
                     remote.phase = Phase.ROOM
                     self._fall_back(remote, "failed", f"the pages could not be read from {remote.peer}: {why}")
 
-    def advance(self, oldest: int | None, newest: int) -> None:
+    def advance(self, in_flight: list[int]) -> None:
         """Give pages to those that wait for them, and read into those that no step writes any more.
 
-        ``oldest`` is the number of the oldest step in flight, None where there is none; ``newest`` that of the last
-        one that was planned.
+        ``in_flight`` are the numbers of the steps that are, the oldest one first.
         """
+        newest = in_flight[-1] if in_flight else 0
         while self._rooms:
             remote = self._rooms[0]
             if remote.phase is Phase.ROOM and remote.transfer in self._remotes and not self._claim(remote, newest):
                 break
             self._rooms.popleft()
         for remote in self._remotes.values():
-            if remote.phase is Phase.SETTLING and (oldest is None or oldest > remote.barrier):
+            if remote.phase is Phase.SETTLING and (not in_flight or in_flight[0] > remote.barrier):
                 remote.phase = Phase.POSTED
                 self._orders.append(read_of(remote))
 
