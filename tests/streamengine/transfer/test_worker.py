@@ -5,6 +5,7 @@ Two workers speak over a real socket with shared memory; a peer that misbehaves 
 
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -284,17 +285,25 @@ def test_while_the_core_does_not_poll_a_peer_cannot_fill_its_memory(
 
 def test_what_a_lost_peer_had_begun_to_give_still_lands(tmp_path: Path) -> None:
     """The memory of a dead engine is what it was: the copy of it goes on."""
-    where = socket_path(tmp_path)
-    with ExitStack() as stack:
-        theirs, ours = stack.enter_context(memories(64, 2**20))
-        p = stack.enter_context(core(SharedMemory(), theirs, "P", listen_at=where))
-        with core(SharedMemory(), ours, "D", peers=[where]) as d:
+
+    class Gated(SharedMemory):
+        opened = threading.Event()
+
+        def poll(self) -> list[Outcome]:
+            return super().poll() if self.opened.is_set() else []
+
+    where, sink = socket_path(tmp_path), Gated()
+    with memories() as (theirs, ours), core(sink, ours, "D", peers=[where]) as d:
+        with core(SharedMemory(), theirs, "P", listen_at=where):
             d.connected()
             pairs = scattered(60, seed=5)
             d.post(Read("t", where, "P-1", pairs))
-            p.worker.close()
-            assert {type(d.until(lambda r: isinstance(r, Lost | Landed))) for _ in range(2)} == {Lost, Landed}
-            assert all(page(ours, target) == page(theirs, source) for source, target in pairs)
+        assert d.until(lambda report: isinstance(report, Lost) and "closed" in report.why)
+        sink.opened.set()
+        d.until(Landed)
+        assert all(page(ours, target) == page(theirs, source) for source, target in pairs)
+        d.post(Read("u", where, "P-1", pairs))
+        d.until(Failed)
 
 
 def test_a_peer_that_is_forgotten_is_connected_to_again(tmp_path: Path) -> None:
