@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -287,7 +288,11 @@ def test_what_a_lost_peer_had_begun_to_give_still_lands(tmp_path: Path) -> None:
     """The memory of a dead engine is what it was: the copy of it goes on."""
 
     class Gated(SharedMemory):
-        opened = threading.Event()
+        begun, opened = threading.Event(), threading.Event()
+
+        def read(self, *of_what: Any) -> None:
+            super().read(*of_what)
+            self.begun.set()
 
         def poll(self) -> list[Outcome]:
             return super().poll() if self.opened.is_set() else []
@@ -298,6 +303,7 @@ def test_what_a_lost_peer_had_begun_to_give_still_lands(tmp_path: Path) -> None:
             d.connected()
             pairs = scattered(60, seed=5)
             d.post(Read("t", where, "P-1", pairs))
+            assert sink.begun.wait(WAIT_S)
         assert d.until(lambda report: isinstance(report, Lost) and "closed" in report.why)
         sink.opened.set()
         d.until(Landed)
