@@ -83,7 +83,7 @@ def command(
     if times_only:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
-    model, kv = _engine(config, found)
+    model, kv = engine_of(config, found)
     reports: list[Report] = []
     for (count,) in product(_numbers(replicas, "replicas", 1)):
         plan = Plan(
@@ -97,6 +97,7 @@ def command(
             seed=load.seed,
             mtbf_s=math.inf if mtbf_s is None else mtbf_s,
             repair_s=repair_s,
+            in_phase=load.workload == step_times,
         )
         reports.append(Fleet(plan, load.open()).run())
         if not as_json:
@@ -109,7 +110,7 @@ def command(
     typer.echo(f"\n{reports[0].label}; {reports[0].workload}")
 
 
-def _engine(config: EngineConfig, found: times.StepTimes) -> tuple[ModelSpec, KVSpec]:
+def engine_of(config: EngineConfig, found: times.StepTimes) -> tuple[ModelSpec, KVSpec]:
     """As it is asked for, or as it was measured."""
     measured = found.kv
     pages = config.kv_pages

@@ -34,7 +34,8 @@ MAX_RESENT = 16
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A fleet. ``mtbf_s`` is the mean time between failures of one replica (none by default), exponential;
-    after one it is back ``repair_s`` later, and empty."""
+    after one it is back ``repair_s`` later, and empty. ``in_phase``: engines are slow when the
+    one was that was measured, and not each at times of its own."""
 
     config: EngineConfig
     model: ModelSpec
@@ -46,6 +47,7 @@ class Plan:
     seed: int = 0
     mtbf_s: float = math.inf
     repair_s: float = 30.0
+    in_phase: bool = False
 
 
 @dataclass(eq=False)
@@ -263,8 +265,9 @@ class Fleet:
             self._push(self._now + wait, Asked(ask))
 
     def _engine(self) -> Engine:
-        plan = self._plan
-        return Engine(plan.config, plan.model, plan.kv, plan.depth, plan.times, self._workload.answers, self._random)
+        plan, ratios = self._plan, self._plan.times.ratios
+        phase = 0.0 if plan.in_phase or not ratios else self._random.uniform(0, ratios[-1][0])
+        return Engine(plan.config, plan.model, plan.kv, plan.depth, plan.times, self._workload.answers, phase)
 
     def _retire(self, engine: Engine) -> None:
         figures = engine.scheduler.statistics()
@@ -325,10 +328,5 @@ def _rate(count: float, over: float) -> float:
 
 
 def _remaining(ask: Ask) -> Request:
-    """What its client asks for now: the tokens that it has are a prompt by now."""
-    request = ask.job.request
-    if not ask.got:
-        return request
-    return msgspec.structs.replace(
-        request, prompt=(*request.prompt, *ask.got), max_tokens=request.max_tokens - len(ask.got)
-    )
+    """What its client asks for now: the rest of an answer that has begun."""
+    return msgspec.structs.replace(ask.job.request, answered=tuple(ask.got))

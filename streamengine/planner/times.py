@@ -2,14 +2,15 @@
 
 A step computes prompt tokens and decoding rows, and its attention reads what lies before them: ``base + a · prompt
 tokens + b · pairs of a prompt's query and key + c · decoding tokens + d · keys that those read``, no part of it
-negative. The line goes through the middle of what was measured (least absolute relative error); how far single steps
-lie from it is kept as quantiles, from which a simulation draws.
+negative. The line goes through the middle of what was measured (least absolute relative error). How far single steps
+lie from it is kept with its time, since a machine that is slow at one moment is slow at the next: an engine of a
+simulation lives through it from a moment of its own on, and again from the beginning.
 """
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +23,7 @@ from streamengine.trace import Aborted, Landed, Line, Opened, Planned, Submitted
 
 ROUNDS = 20
 SWEEPS = 2_000
-QUANTILES = 41
+MOST_RATIOS = 4096
 FEWEST = 4
 """Steps of which a line is made."""
 
@@ -56,8 +57,8 @@ class Shape(NamedTuple):
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of a step by its `Shape`.
 
-    ``host_s`` lies between two steps of a core whose runner takes one at a time. ``spread`` are quantiles, from the
-    least to the greatest, of what a step took over what the line says; empty: each takes what the line says.
+    ``host_s`` lies between two steps of a core whose runner takes one at a time. ``ratios`` are ``(when, what a
+    step took over what the line says)``, in seconds since the first request; none: each takes what the line says.
     ``depth``, ``kv`` and ``max_model_len`` are of the engine that was measured, as far as they are known.
     """
 
@@ -68,14 +69,14 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     decode_token_s: float = 0.0
     decode_key_s: float = 0.0
     host_s: float = 0.0
-    spread: tuple[float, ...] = ()
+    ratios: tuple[tuple[float, float], ...] = ()
     depth: int = 1
     kv: KVSpec | None = None
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         values = (self.host_s, self.prompt_token_s, self.prompt_pair_s, self.decode_token_s, self.decode_key_s)
-        if min(*values, *self.spread, self.base_s) < 0 or self.base_s + sum(values[1:]) <= 0:
+        if min(*values, *(ratio for _, ratio in self.ratios), self.base_s) < 0 or self.base_s + sum(values[1:]) <= 0:
             raise StartupError("step times must not be negative, and not all of them 0", param="times")
 
     def middle(self, shape: Shape) -> float:
@@ -88,19 +89,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + self.decode_key_s * shape.decode_keys
         )
 
-    def draw(self, shape: Shape, random: Random) -> float:
-        """Seconds, of one step."""
-        seconds = self.middle(shape)
-        if not self.spread:
-            return seconds
-        place = random.random() * (len(self.spread) - 1)
-        below = int(place)
-        above = min(below + 1, len(self.spread) - 1)
-        return seconds * (self.spread[below] + (place - below) * (self.spread[above] - self.spread[below]))
+    def ratio(self, at: float) -> float:
+        """That of the step which was computed at ``at``, or else of the one before it."""
+        if not self.ratios:
+            return 1.0
+        place = bisect_right(self.ratios, (at % self.ratios[-1][0] if self.ratios[-1][0] else 0.0, math.inf))
+        return self.ratios[max(0, place - 1)][1]
 
 
-def fit(source: str, steps: Sequence[tuple[Shape, float]], host_s: float = 0.0, *, spread: bool = True) -> StepTimes:
-    """The line through ``steps`` and their seconds.
+def fit(source: str, steps: Iterable[tuple[Shape, float]], host_s: float = 0.0) -> StepTimes:
+    """The line through ``steps`` and their seconds, without ratios.
 
     Raises:
         StartupError: too few of them.
@@ -110,19 +108,16 @@ def fit(source: str, steps: Sequence[tuple[Shape, float]], host_s: float = 0.0, 
         raise StartupError(f"{source} has {len(steps)} steps; step times take {FEWEST}", param="times")
     features = [(1.0, *map(float, shape)) for shape, _ in steps]
     scales = [max(column) or 1.0 for column in zip(*features, strict=True)]
-    # Relative: each row is divided by its seconds, and the right side is 1.
-    rows = [
-        [value / scale / seconds for value, scale in zip(feature, scales, strict=True)]
-        for feature, (_, seconds) in zip(features, steps, strict=True)
-    ]
-    line = [0.0] * len(scales)
-    weights = [1.0] * len(rows)
+    rows = [[value / scale for value, scale in zip(feature, scales, strict=True)] for feature in features]
+    measured = [seconds for _, seconds in steps]
+    line, guesses = [0.0] * len(scales), measured
     for _ in range(ROUNDS):
-        line = _least_squares(rows, weights, line)
-        errors = [abs(1 - sum(a * x for a, x in zip(row, line, strict=True))) for row in rows]
-        weights = [1 / max(error, 1e-3) for error in errors]
+        # The errors that count are relative to the line, and not to what was measured: so it is in the middle.
+        weights = [1 / (g * max(abs(s - g), 1e-3 * g)) for s, g in zip(measured, guesses, strict=True)]
+        line = _least_squares(rows, measured, weights, line)
+        guesses = [sum(a * x for a, x in zip(row, line, strict=True)) or 1e-9 for row in rows]
     base, token, pair, decode, key = (x / scale for x, scale in zip(line, scales, strict=True))
-    times = StepTimes(
+    return StepTimes(
         source=source,
         base_s=base,
         prompt_token_s=token,
@@ -131,28 +126,22 @@ def fit(source: str, steps: Sequence[tuple[Shape, float]], host_s: float = 0.0, 
         decode_key_s=key,
         host_s=host_s,
     )
-    if not spread:
-        return times
-    ratios = sorted(seconds / max(times.middle(shape), 1e-9) for shape, seconds in steps)
-    places = [round(i * (len(ratios) - 1) / (QUANTILES - 1)) for i in range(QUANTILES)]
-    return msgspec.structs.replace(times, spread=tuple(ratios[place] for place in places))
 
 
-def _least_squares(rows: Sequence[Sequence[float]], weights: Sequence[float], line: Sequence[float]) -> list[float]:
-    """The ``line`` without negative parts that minimises ``Σ weight · (1 - row · line)²``, part by part in turn."""
-    size = len(line)
-    square = [
-        [sum(w * row[i] * row[j] for w, row in zip(weights, rows, strict=True)) for j in range(size)]
-        for i in range(size)
-    ]
-    side = [sum(w * row[i] for w, row in zip(weights, rows, strict=True)) for i in range(size)]
+def _least_squares(
+    rows: Sequence[Sequence[float]], measured: Sequence[float], weights: Sequence[float], line: Sequence[float]
+) -> list[float]:
+    """The line without negative parts that minimises ``Σ weight · (measured - row · line)²``, part by part in turn."""
+    size = range(len(line))
+    square = [[sum(w * row[i] * row[j] for w, row in zip(weights, rows, strict=True)) for j in size] for i in size]
+    side = [sum(w * s * row[i] for w, s, row in zip(weights, measured, rows, strict=True)) for i in size]
     line = list(line)
     for _ in range(SWEEPS):
         moved = 0.0
-        for i in range(size):
+        for i in size:
             if square[i][i] == 0:
                 continue
-            rest = side[i] - sum(square[i][j] * line[j] for j in range(size) if j != i)
+            rest = side[i] - sum(square[i][j] * line[j] for j in size if j != i)
             value = max(0.0, rest / square[i][i])
             moved = max(moved, abs(value - line[i]))
             line[i] = value
@@ -193,13 +182,13 @@ def of_bench(source: str, found: Any) -> StepTimes:
     for row in found["prefill"]:
         tokens = row["tokens"]
         steps.append((Shape(tokens, tokens * (tokens + 1) // 2), row["ms"] / 1e3))
-    return fit(f"{source} (decoding at a context of {context})", steps, spread=False)
+    return fit(f"{source} (decoding at a context of {context})", steps)
 
 
 def of_trace(source: str, lines: Sequence[Line]) -> StepTimes:
     """Of all steps in it that did not raise."""
     planned: dict[int, Planned] = {}
-    steps: list[tuple[Shape, float]] = []
+    steps: list[tuple[float, Shape, float]] = []
     gaps: list[float] = []
     unfinished: set[int] = set()
     last = None
@@ -224,12 +213,16 @@ def of_trace(source: str, lines: Sequence[Line]) -> StepTimes:
                 plan = planned.pop(line.step)
                 unfinished.difference_update(told.request for told in line.answers if told.finish)
                 if line.seconds is not None:
-                    steps.append((Shape.of(row[1:] for row in plan.rows), line.seconds))
+                    steps.append((plan.at, Shape.of(row[1:] for row in plan.rows), line.seconds))
                     ended = plan.at + line.seconds if opened.depth == 1 else line.at
                     last = ended if unfinished else None
-    times = fit(source, steps, max(0.0, median(gaps)) if gaps else 0.0)
-    longest = opened.model.max_model_len
-    return msgspec.structs.replace(times, depth=opened.depth, kv=opened.kv, max_model_len=longest)
+    times = fit(source, [step[1:] for step in steps], max(0.0, median(gaps)) if gaps else 0.0)
+    begin = min(line.at for line in lines if isinstance(line, Submitted))
+    every = -(-len(steps) // MOST_RATIOS)
+    ratios = [(round(at - begin, 3), round(seconds / times.middle(shape), 4)) for at, shape, seconds in steps[::every]]
+    return msgspec.structs.replace(
+        times, ratios=tuple(ratios), depth=opened.depth, kv=opened.kv, max_model_len=opened.model.max_model_len
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
