@@ -91,7 +91,8 @@ class Choice:
         if finish is not None and finish.cause in STOP_TOKEN_CAUSES and tokens and not self._keeps_stop:
             tokens, end_token = tokens[:-1], tokens[-1]
         self._append(self._detokenizer.push(tokens))
-        if finish is not None:
+        # What is held when a server shuts down is not final: another server may go on with the answer.
+        if finish is not None and finish.cause != "shutdown":
             self._append(self._detokenizer.finish(end_token, cut=finish.reason != "stop"))
         # A stop string that the last allowed token completes comes before the length.
         if self._detokenizer.stop_sequence is not None:

@@ -191,6 +191,9 @@ class Intake:
         if params.answers > 1 or params.beam_width:
             name = "beam_width" if params.beam_width else "n" if params.best_of is None else "best_of"
             raise UnsupportedFeature(f"{name} cannot be combined with continues: it is one answer", param="continues")
+        if params.prompt_logprobs is not None:
+            text = "prompt_logprobs cannot be combined with continues: they belong to the answer's beginning"
+            raise UnsupportedFeature(text, param="continues")
         self.check_ids(tokens, "continues")
 
     def _answered(self, generate: Generate, max_tokens: int) -> tuple[int, ...]:

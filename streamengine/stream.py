@@ -129,7 +129,7 @@ class Stream:
             async with self._lock:
                 if self._log is None:
                     log = await self._submit()
-                    self._reader = log.reader(self._bell)
+                    self._reader = log.reader(self._bell, log.continued)
                     self._log = log
         return self._log
 
@@ -153,7 +153,7 @@ class TextStream:
 async def read_result(log: Log) -> Result:
     """Wait for the end of ``log``. Raises what it ended in, if that is an error."""
     bell = Bell()
-    reader = log.reader(bell)
+    reader = log.reader(bell, log.continued)
     try:
         while not log.ended:
             bell.rearm()

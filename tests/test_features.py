@@ -80,6 +80,7 @@ FEATURES = {
     "tenant": Feature(asked={"tenant": "somebody"}),
 }
 ENGINES = [name for name, feature in FEATURES.items() if feature.config]
+REFUSED_TO_CONTINUE = ("n", "best_of", "beam search", "prompt_logprobs")
 PAIRS = list(combinations(FEATURES, 2))
 
 
@@ -121,16 +122,16 @@ async def engine_with(folder: Path, config: dict[str, Any]) -> AsyncIterator[Eng
 Answers = list[tuple[int, ...]]
 
 
-async def ask(engine: Engine, *features: str) -> Answers:
-    """All answers to `PROMPT` with ``features``."""
+async def ask(engine: Engine, *features: str, begun: tuple[int, ...] = ()) -> Answers:
+    """All answers to `PROMPT` with ``features``; one that begins so."""
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    asked: dict[str, Any] = {}
+    asked: dict[str, Any] = {"continues": begun} if begun else {}
     for name in features:
         sampling |= FEATURES[name].sampling
         asked |= FEATURES[name].asked
     result = await engine.generate(token_ids=PROMPT, sampling=SamplingParams(**sampling), **asked)
     if "logprobs" in features:
-        assert len(result.logprobs) == len(result.token_ids)
+        assert len(result.logprobs) == len(result.token_ids) - len(begun)
     if "prompt_logprobs" in features:
         assert len(result.prompt_logprobs) == len(PROMPT) - 1
     return [choice.token_ids for choice in result.choices or (result,)]
@@ -214,6 +215,31 @@ async def test_no_feature_changes_what_another_gives(
                     table[pair] = "works"
                     if answers != expected:
                         wrong.append((pair, answers, expected))
+            statistics = await engine.statistics()
+    assert not wrong
+    assert statistics["kv_pages_used"] == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("switched_on", [(), ("prefix cache", "a step in flight, graphs")], ids=["plain", "fast"])
+async def test_an_answer_that_another_engine_began_goes_on_the_same_with_every_pair(
+    folder: Path, switched_on: tuple[str, ...]
+) -> None:
+    config: dict[str, Any] = {}
+    for name in switched_on:
+        config |= FEATURES[name].config
+    pairs = [pair for pair in PAIRS if not {*pair} & {*ENGINES, *REFUSED_TO_CONTINUE}]
+    wrong = []
+    with anyio.fail_after(PATIENCE_S):
+        async with engine_with(folder, config) as engine:
+            for pair in pairs:
+                try:
+                    (whole,) = await ask(engine, *pair)
+                except RequestError:
+                    continue
+                for cut in {1, len(whole) // 2, len(whole)}:
+                    if (again := await ask(engine, *pair, begun=whole[:cut])) != [whole]:
+                        wrong.append((pair, cut, again, whole))
             statistics = await engine.statistics()
     assert not wrong
     assert statistics["kv_pages_used"] == 0

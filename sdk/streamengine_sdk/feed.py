@@ -297,6 +297,9 @@ class Feed:
                 f"the text has {self._bytes} bytes with checksum {self._crc32}, "
                 f"but the server counted {done.check.bytes} with {done.check.crc32}"
             )
+        if done.cause == "shutdown" and self._continuations and not (self.cancelled or self.attached):
+            self._leave_server("the server has shut down")  # its connection ends next, and another server goes on
+            return
         self.done = done
         self.events.append(done)
 

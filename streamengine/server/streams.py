@@ -77,7 +77,7 @@ class StreamRoutes:
 
         async def open() -> Shown:
             record, replay = await streams.open(request.state.principal, generate, key)
-            after = len(generate.continues or ()) if as_events else 0
+            after = record.log.continued
             return Shown(self._http, record, message.delivery, after, replay=replay, linger=as_events)
 
         shown = await unless_gone(request, open)

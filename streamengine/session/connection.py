@@ -286,8 +286,8 @@ class Session:
         try:
             # When this is cancelled the engine has taken nothing; when it returns, there is a stream to let go of.
             record, replay = await self._streams.open(self._principal, generate, key)
-            after = len(generate.continues or ())
-            view.attach(self._streams.attach(record, self._bell, after), replay=replay)
+            attachment = self._streams.attach(record, self._bell, record.log.continued)
+            view.attach(attachment, replay=replay)
             if view.cause is not None:  # that came meanwhile
                 self._streams.cancel(record, view.cause)
         except StreamEngineError as error:

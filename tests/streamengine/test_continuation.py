@@ -13,6 +13,7 @@ from compiled.step import Runner
 from streamengine.config import ServerConfig
 from streamengine.engine import Engine, Generate
 from streamengine.errors import InvalidRequest, StreamEngineError, UnsupportedFeature
+from streamengine.log import Log
 from streamengine.sampling import SamplingParams
 from streamengine.session import Session, TransportClosed
 from streamengine.streams import Streams
@@ -64,6 +65,9 @@ class Fleet:
         self._tasks = tasks
         self._engine = engine
         self._peers: list[MemoryPeer] = []
+        self._sessions: list[Session] = []
+        self._logs: list[Log] = []
+        self._submit, engine.submit = engine.submit, self._noted  # type: ignore[method-assign]
         self._renew()
 
     def __call__(self, endpoint: object) -> MemoryTransport:
@@ -74,18 +78,30 @@ class Fleet:
         self._renew()
         self._peers.pop().drop(1006)
 
+    def drain(self) -> None:
+        """The server shuts down at the end of its patience: what runs is cut, and told so."""
+        for log in self._logs:
+            self._engine.abort(log, "shutdown")
+        self._sessions.pop().go_away("shutdown", 0)
+        self._renew()
+
     def forget(self) -> None:
         """The server has lost its streams but not its name, as one behind the same address."""
         epoch = self._streams.epoch
         self.die()
         self._streams.epoch = epoch
 
+    async def _noted(self, generate: Generate) -> Log:
+        self._logs.append(await self._submit(generate))
+        return self._logs[-1]
+
     def _renew(self) -> None:
         self._streams = Streams(self._engine, ServerConfig(linger_s=0))
 
     def _serve(self, peer: MemoryPeer) -> None:
         self._peers.append(peer)
-        self._tasks.start_soon(Session(self._streams, peer, ServerConfig()).run)
+        self._sessions.append(Session(self._streams, peer, ServerConfig()))
+        self._tasks.start_soon(self._sessions[-1].run)
 
 
 @asynccontextmanager
@@ -174,6 +190,20 @@ async def test_a_server_that_does_not_know_the_stream_any_more_continues_it(tmp_
         assert (essence(result), result.continued) == (essence(whole), 1)
 
 
+@pytest.mark.parametrize("name", ["seeded with ids", "a stop string", "values"])
+async def test_what_a_server_cuts_when_it_shuts_down_goes_on_at_another(tmp_path: Path, name: str) -> None:
+    async with fleet(runner_in(tmp_path)) as (client, servers, _):
+        whole, values = await read(client, CASES[name])
+        continued = 0
+        for place in range(1, whole.seq, 3):
+            result, again = await read(
+                client, CASES[name], lambda seq, at=place: servers.drain() if seq == at else None
+            )
+            assert (essence(result), again) == (essence(whole), values)
+            continued += result.continued
+        assert continued > whole.seq // 6
+
+
 @pytest.mark.parametrize(("most", "cuts"), [(0, 1), (2, 3)])
 async def test_after_so_many_continuations_the_stream_is_lost_with_what_came(
     tmp_path: Path, most: int, cuts: int
@@ -220,6 +250,7 @@ async def test_prefixes_that_the_cache_knows_are_not_computed_again(tmp_path: Pa
         ({"continues": (97, 98, 99), "sampling": SamplingParams(stop=("ab",))}, "token 2 .*stop string"),
         ({"continues": (98, 99), "response_format": {"type": "regex", "regex": "[ab]x"}}, "token 1.*grammar"),
         ({"continues": (97,), "response_format": {"type": "regex", "regex": "[ab]x"}}, None),
+        ({"continues": (97,), "sampling": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs cannot be combined"),
         ({"continues": (97,), "sampling": SamplingParams(n=2)}, "n cannot be combined"),
         ({"continues": (97,), "sampling": SamplingParams(beam_width=2)}, "beam_width cannot be combined"),
     ],
