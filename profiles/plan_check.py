@@ -20,8 +20,9 @@ from streamengine import EngineConfig, SamplingParams, open_engine
 from streamengine.engine import Engine
 from streamengine.planner import times
 from streamengine.planner.command import engine_of
-from streamengine.planner.fleet import Fleet, Plan
+from streamengine.planner.fleet import Fleet
 from streamengine.planner.report import Latency, Outcome, Targets
+from streamengine.planner.state import Plan
 from streamengine.planner.workload import Job, Load, Workload, recorded
 from streamengine.replay import read, sessions
 from streamengine.trace import Line, Opened
@@ -81,9 +82,8 @@ def _compare(config: EngineConfig, opened: Opened, lines: list[Line], seen: list
     model, kv = engine_of(config, found)
 
     def simulated(seed: int, *, in_phase: bool) -> dict[str, dict[str, float]]:
-        depth = opened.depth
         plan = Plan(
-            config=config, model=model, kv=kv, times=found, targets=Targets(1000, 200), depth=depth, seed=seed,
+            config=config, model=model, kv=kv, times=found, targets=Targets(1000, 200), seed=seed,
             in_phase=in_phase,
         )  # fmt: skip
         fleet = Fleet(plan, _as_asked(recorded("the arrivals of this run", opened.kv.page_size, lines), seen))

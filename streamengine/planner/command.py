@@ -1,5 +1,6 @@
 """``streamengine plan``: what a number of replicas would do with a load, before anybody pays for them."""
 
+import logging
 import math
 from itertools import product
 from typing import Annotated
@@ -12,8 +13,9 @@ from streamengine.config import EngineConfig
 from streamengine.errors import StartupError
 from streamengine.options import ENGINE, Group, takes
 from streamengine.planner import times
-from streamengine.planner.fleet import Fleet, Plan
+from streamengine.planner.fleet import Fleet
 from streamengine.planner.report import Report, Targets, table
+from streamengine.planner.state import Plan
 from streamengine.planner.workload import Load
 
 MOST_REPLICAS = 10_000
@@ -68,7 +70,16 @@ def command(
             help="A trace, the JSON of `bench steps`, or step times that --times-only printed.",
         ),
     ],
-    replicas: Annotated[str, typer.Option(help="How many, or several numbers to compare: 1,2,4.")] = "1",
+    replicas: Annotated[str, typer.Option(help="How many that answer, or several numbers to compare: 1,2,4.")] = "1",
+    prefill: Annotated[str, typer.Option(help="How many more that compute prompts for those; likewise.")] = "0",
+    prefill_threshold: Annotated[
+        int | None, typer.Option(min=1, help="Uncached prompt tokens from which on they do; by default as observed.")
+    ] = None,
+    link_gbps: Annotated[float, typer.Option(min=1e-3, help="Of each engine's link, in GB/s.")] = 10.0,
+    link_us: Annotated[float, typer.Option(min=0, help="Latency between two engines, in microseconds.")] = 100.0,
+    token_bytes: Annotated[
+        int | None, typer.Option(min=1, help="KV cache of one token, where the step times do not say it.")
+    ] = None,
     ttft_ms: Annotated[float, typer.Option(min=0, help="A good request has its first token by then …")] = 1000.0,
     itl_ms: Annotated[float, typer.Option(min=0, help="… and its others, on average, every so many ms.")] = 100.0,
     mtbf_s: Annotated[float | None, typer.Option(min=1e-3, help="Mean time between failures of a replica.")] = None,
@@ -79,21 +90,27 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Simulate replicas under a load: our scheduler and caches in a virtual clock, with measured times of steps."""
+    logging.getLogger("streamengine.transfer").setLevel(logging.CRITICAL)  # what fails there is counted
     found = times.read(step_times)
     if times_only:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
-    model, kv = engine_of(config, found)
+    model, kv = engine_of(config, found, token_bytes)
     reports: list[Report] = []
-    for (count,) in product(_numbers(replicas, "replicas", 1)):
+    for count, prefills in product(_numbers(replicas, "replicas", 1), _numbers(prefill, "prefill", 0)):
+        if prefills and not kv.page_bytes:
+            raise StartupError("the step times do not say how large a page is; give token_bytes", param="token_bytes")
         plan = Plan(
             config=config,
             model=model,
             kv=kv,
             times=found,
             targets=Targets(ttft_ms, itl_ms),
-            depth=found.depth,
             replicas=count,
+            prefill=prefills,
+            prefill_threshold=prefill_threshold,
+            bytes_per_s=1e9 * link_gbps,
+            latency_s=1e-6 * link_us,
             seed=load.seed,
             mtbf_s=math.inf if mtbf_s is None else mtbf_s,
             repair_s=repair_s,
@@ -110,7 +127,7 @@ def command(
     typer.echo(f"\n{reports[0].label}; {reports[0].workload}")
 
 
-def engine_of(config: EngineConfig, found: times.StepTimes) -> tuple[ModelSpec, KVSpec]:
+def engine_of(config: EngineConfig, found: times.StepTimes, token_bytes: int | None = None) -> tuple[ModelSpec, KVSpec]:
     """As it is asked for, or as it was measured."""
     measured = found.kv
     pages = config.kv_pages
@@ -121,10 +138,11 @@ def engine_of(config: EngineConfig, found: times.StepTimes) -> tuple[ModelSpec, 
             )
         pages = 1 + (measured.pages - 1) * measured.page_size // config.page_size
     length = config.max_model_len or found.max_model_len or (pages - 1) * config.page_size
-    page_bytes = 0 if measured is None else measured.page_bytes * config.page_size // measured.page_size
+    if token_bytes is None:
+        token_bytes = 0 if measured is None else measured.page_bytes // measured.page_size
     window = None if measured is None else measured.window
-    model = ModelSpec("planned", "", "", "", vocab_size=2**31, max_model_len=length, eos_token_ids=())
-    return model, KVSpec(pages, config.page_size, page_bytes, window)
+    model = ModelSpec("planned", "", "", "", vocab_size=2**63, max_model_len=length, eos_token_ids=())
+    return model, KVSpec(pages, config.page_size, token_bytes * config.page_size, window)
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:

@@ -3,106 +3,38 @@
 Requests go to the replica with the fewest open ones, those that had none for longest first, as a balancer in front of
 sockets does (``leastconn``). A replica that dies loses its pages and its cache; its clients send their requests
 again with the tokens that they have, after the wait that their SDK would have drawn.
+
+Where some replicas compute prompts alone, each of the others is connected to all of them, and its own connector
+decides which prompts go where, with all that comes of it: leases, deadlines, fallbacks.
 """
 
+import dataclasses
 import math
 import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from random import Random
 
 import msgspec
 
-from compiled.step import KVSpec, ModelSpec
-from streamengine.config import EngineConfig
+from streamengine.config import EngineConfig, TransferConfig
 from streamengine.planner.replica import Engine
-from streamengine.planner.report import Latency, Outcome, Report, Targets
-from streamengine.planner.times import StepTimes
-from streamengine.planner.workload import Job, Workload
+from streamengine.planner.report import Latency, Outcome, Report
+from streamengine.planner.state import Ask, Asked, Cancelled, Died, Event, Over, Plan, Replica, Returned, Woken
+from streamengine.planner.wires import Delivery, Network, Place
+from streamengine.planner.workload import Distinct, Workload
 from streamengine.request import Delta, Request
+from streamengine.transfer.values import Connected, Failed, Landed, Lost
 
 RESEND_FIRST_S, RESEND_LONGEST_S = 0.25, 8.0
 """Waits before a request is sent again: as the SDK draws them by default."""
 
+TRANSFERS = ("remote_sent", "remote_landed", "remote_fallbacks", "remote_bytes")
+
 MAX_RESENT = 16
 """A request that was sent again so often is lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A fleet. ``mtbf_s`` is the mean time between failures of one replica (none by default), exponential;
-    after one it is back ``repair_s`` later, and empty. ``in_phase``: engines are slow when the
-    one was that was measured, and not each at times of its own."""
-
-    config: EngineConfig
-    model: ModelSpec
-    kv: KVSpec
-    times: StepTimes
-    targets: Targets
-    depth: int = 1
-    replicas: int = 1
-    seed: int = 0
-    mtbf_s: float = math.inf
-    repair_s: float = 30.0
-    in_phase: bool = False
-
-
-@dataclass(eq=False)
-class Replica:
-    """``engine`` is None while it is dead. ``life`` tells events of an earlier life from those of this one."""
-
-    index: int
-    engine: Engine | None
-    life: int = 0
-    turn: int = 0
-    open: dict[int, None] = field(default_factory=dict)
-    """Requests that it has, in their order."""
-
-
-@dataclass(eq=False)
-class Ask:
-    """A request on its way. ``got`` are the tokens that its client has, of a single answer."""
-
-    job: Job
-    outcome: Outcome
-    got: list[int] = field(default_factory=list)
-    replica: Replica | None = None
-    answers_left: int = 1
-
-
-# events, in the order in which those of one time happen
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    replica: Replica
-    life: int
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    replica: Replica
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    replica: Replica
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    ask: Ask
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    ask: Ask
-
-
-Event = Landed | Died | Returned | Asked | Cancelled
 
 
 class Fleet:
@@ -123,8 +55,14 @@ class Fleet:
         self._stranded: list[Ask] = []
         """They came while nobody was alive."""
         self._totals: Counter[str] = Counter()
-        self._busy_s = 0.0
-        self._replicas = [Replica(index, self._engine()) for index in range(plan.replicas)]
+        self._busy = {False: 0.0, True: 0.0}
+        self._last_end = 0.0
+        self._network = Network(plan.bytes_per_s, plan.latency_s, plan.kv.page_bytes)
+        self._prefills = [Replica(Place(True, index, 0)) for index in range(plan.prefill)]
+        self._decodes = [Replica(Place(False, index, 0)) for index in range(plan.replicas)]
+        self._configs = {prefill: self._config(prefill) for prefill in (False, True)}
+        for replica in (*self._prefills, *self._decodes):
+            self._start(replica)
 
     def run(self) -> Report:
         """Until every request has ended; then everything is checked.
@@ -135,12 +73,13 @@ class Fleet:
         started = time.perf_counter()
         self._next_job()
         if math.isfinite(self._plan.mtbf_s):
-            for replica in self._replicas:
+            for replica in (*self._prefills, *self._decodes):
                 self._push_death(replica)
-        while self._asks or self._pending_jobs:
-            assert self._events, f"{len(self._asks)} requests are unfinished, and nothing is to happen"
+        while self._events:
             self._now, _, event = heappop(self._events)
-            self._handle(event)
+            # In the end what is still held is given back, and nobody dies any more.
+            if self._asks or self._pending_jobs or isinstance(event, Over | Woken | Delivery):
+                self._handle(event)
         self._check()
         return self._report(time.perf_counter() - started)
 
@@ -161,10 +100,16 @@ class Fleet:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Landed(replica, life):
-                if replica.life == life and replica.engine is not None:
-                    self._tell(replica.engine.land())
-                    self._turn(replica, replica.engine, self._now + self._plan.times.host_s)
+            case Over(replica, life):
+                if (engine := replica.living(life)) is not None:
+                    self._tell(engine.land(self._now))
+                    self._turn(replica, engine, self._now + self._plan.times.host_s)
+            case Woken(replica, life):
+                if (engine := replica.living(life)) is not None:
+                    replica.wakes_at = math.inf
+                    self._nudge(replica, engine)
+            case Delivery():
+                self._deliver(event)
             case Asked(ask):
                 if not ask.outcome.resent:
                     self._accept(ask)
@@ -174,11 +119,7 @@ class Fleet:
             case Died(replica):
                 self._die(replica)
             case Returned(replica):
-                replica.engine = self._engine()
-                self._push_death(replica)
-                stranded, self._stranded = self._stranded, []
-                for ask in stranded:
-                    self._route(ask)
+                self._return(replica)
 
     def _accept(self, ask: Ask) -> None:
         id = ask.job.request.id
@@ -192,7 +133,7 @@ class Fleet:
     def _route(self, ask: Ask) -> None:
         if ask.outcome.end:
             return  # cancelled before it was sent again
-        alive = [replica for replica in self._replicas if replica.engine is not None]
+        alive = [replica for replica in self._decodes if replica.engine is not None]
         if not alive:
             self._stranded.append(ask)
             return
@@ -207,13 +148,34 @@ class Fleet:
         engine = replica.engine
         assert engine is not None, "a message to the dead"
         engine.post(message)
-        if engine.wake_at is None:
+        self._nudge(replica, engine)
+
+    def _nudge(self, replica: Replica, engine: Engine) -> None:
+        """There is something to look at, for an engine that waits for no step."""
+        if engine.lands_at is None:
             self._turn(replica, engine, self._now)
 
     def _turn(self, replica: Replica, engine: Engine, now: float) -> None:
         self._tell(engine.turn(now))
-        if (at := engine.wake_at) is not None:
-            self._push(max(now, at), Landed(replica, replica.life))
+        for delivery in self._network.carry(replica.place, engine.wire.drain(), now):
+            self._push(delivery.at, delivery)
+        if self._plan.config.debug:
+            engine.check()
+        if (at := engine.lands_at) is not None:
+            self._push(max(now, at), Over(replica, replica.place.life))
+        elif (at := engine.wakes_at(now)) is not None and at < replica.wakes_at:
+            replica.wakes_at = at
+            self._push(at, Woken(replica, replica.place.life))
+
+    def _deliver(self, delivery: Delivery) -> None:
+        to, report, source = delivery.to, delivery.report, delivery.source
+        replica = (self._prefills if to.prefill else self._decodes)[to.number]
+        if (engine := replica.living(to.life)) is None:
+            return
+        if isinstance(report, Landed) and source is not None and self._network.names.get(source.peer) != source:
+            report = Failed(report.transfer, f"{source.peer} died")
+        engine.wire.reports.append(report)
+        self._nudge(replica, engine)
 
     def _tell(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
@@ -230,8 +192,8 @@ class Fleet:
     def _end(self, ask: Ask, end: str) -> None:
         id = ask.job.request.id
         assert not ask.outcome.end, f"request {id} ended twice"
-        ask.outcome.end = end
-        self._asks.pop(id)
+        ask.outcome.end, self._last_end = end, self._now
+        del self._asks[id]
         if ask.replica is not None:
             del ask.replica.open[id]
             ask.replica = None
@@ -244,15 +206,54 @@ class Fleet:
         else:
             self._post(ask.replica, ask.job.request.id)
 
-    # failures
+    # lives
+
+    def _start(self, replica: Replica) -> None:
+        plan, place, ratios = self._plan, replica.place, self._plan.times.ratios
+        phase = 0.0 if plan.in_phase or not ratios else self._random.uniform(0, ratios[-1][0])
+        answers = Distinct() if place.prefill else self._workload.answers
+        config = self._configs[place.prefill]
+        replica.engine = engine = Engine(config, plan.model, plan.kv, place, plan.times, answers, phase)
+        self._network.names[place.peer] = place
+        for other in self._decodes if place.prefill else self._prefills:
+            if other.engine is None:
+                continue
+            if place.prefill:
+                report = Connected(place.peer, place.card(plan.kv))
+                self._push(self._now + plan.latency_s, Delivery(self._now, other.place, report))
+            else:
+                engine.wire.reports.append(Connected(other.place.peer, other.place.card(plan.kv)))
+
+    def _config(self, prefill: bool) -> EngineConfig:
+        plan = self._plan
+        if not plan.prefill:
+            return plan.config
+        here = "unix:planned"
+        transfer = (
+            TransferConfig(role="prefill", listen=here)
+            if prefill
+            else TransferConfig(role="decode", peers=(here,), prefill_threshold=plan.prefill_threshold)
+        )
+        return msgspec.structs.replace(plan.config, transfer=transfer)
+
+    def _return(self, replica: Replica) -> None:
+        self._start(replica)
+        self._push_death(replica)
+        stranded, self._stranded = self._stranded, []
+        for ask in stranded:
+            self._route(ask)
 
     def _die(self, replica: Replica) -> None:
         assert replica.engine is not None, "it died twice"
         self._totals["failures"] += 1
-        self._retire(replica.engine)
-        replica.engine = None
-        replica.life += 1
+        self._retire(replica)
+        place, replica.engine, replica.wakes_at = replica.place, None, math.inf
+        del self._network.names[place.peer]
+        replica.place = dataclasses.replace(place, life=place.life + 1)
         self._push(self._now + self._plan.repair_s, Returned(replica))
+        for other in self._decodes if place.prefill else self._prefills:
+            at = self._now + self._plan.latency_s
+            self._push(at, Delivery(at, other.place, Lost(place.peer, "it died")))
         orphans = [self._asks[id] for id in replica.open]
         replica.open.clear()
         for ask in orphans:
@@ -264,34 +265,32 @@ class Fleet:
             ask.outcome.resent += 1
             self._push(self._now + wait, Asked(ask))
 
-    def _engine(self) -> Engine:
-        plan, ratios = self._plan, self._plan.times.ratios
-        phase = 0.0 if plan.in_phase or not ratios else self._random.uniform(0, ratios[-1][0])
-        return Engine(plan.config, plan.model, plan.kv, plan.depth, plan.times, self._workload.answers, phase)
-
-    def _retire(self, engine: Engine) -> None:
-        figures = engine.scheduler.statistics()
-        for name in ("preemptions", "prefix_hits", "prefix_queries"):
+    def _retire(self, replica: Replica) -> None:
+        """Count what its engine has done."""
+        if replica.engine is None:
+            return
+        figures = replica.engine.statistics()
+        for name in ("preemptions", "prefix_hits", "prefix_queries", *TRANSFERS):
             self._totals[name] += int(figures.get(name, 0))
-        self._totals["steps"] += engine.steps
-        self._busy_s += engine.busy_s
+        self._totals["remote_fallbacks"] += sum(int(figures[name]) for name in figures if "_fallbacks_" in name)
+        self._totals["steps"] += replica.engine.steps
+        self._busy[replica.place.prefill] += replica.engine.busy_s
 
     # the end
 
     def _check(self) -> None:
         assert not self._asks and all(outcome.end for outcome in self.outcomes), "a request is lost"
-        for replica in self._replicas:
-            assert not replica.open, f"replica {replica.index} has requests that have ended"
+        for replica in (*self._prefills, *self._decodes):
+            assert not replica.open, f"{replica.place.peer} has requests that have ended"
             if replica.engine is not None:
                 replica.engine.check_idle()
 
     def _report(self, wall_s: float) -> Report:
         plan, outcomes, totals = self._plan, self.outcomes, self._totals
-        for replica in self._replicas:
-            if replica.engine is not None:
-                self._retire(replica.engine)
+        for replica in (*self._prefills, *self._decodes):
+            self._retire(replica)
         begin = outcomes[0].at if outcomes else 0.0
-        seconds = self._now - begin
+        seconds = self._last_end - begin
         arrivals_s = outcomes[-1].at - begin if outcomes else 0.0
         good = sum(outcome.is_good(plan.targets) for outcome in outcomes)
         gaps = array("d")
@@ -301,7 +300,7 @@ class Fleet:
             label=f"simulated, step times from {plan.times.source}",
             workload=self._workload.about,
             replicas=plan.replicas,
-            prefill=0,
+            prefill=plan.prefill,
             requests=len(outcomes),
             ends=dict(Counter(outcome.end for outcome in outcomes)),
             seconds=seconds,
@@ -312,12 +311,12 @@ class Fleet:
             good_share=_rate(good, len(outcomes)),
             goodput_rps=_rate(good, arrivals_s or seconds),
             hit_rate=_rate(totals["prefix_hits"], totals["prefix_queries"]),
-            utilisation=_rate(self._busy_s, seconds * plan.replicas),
-            prefill_utilisation=None,
+            utilisation=_rate(self._busy[False], seconds * plan.replicas),
+            prefill_utilisation=_rate(self._busy[True], seconds * plan.prefill) if plan.prefill else None,
             preemptions=totals["preemptions"],
             failures=totals["failures"],
             resent=sum(outcome.resent for outcome in outcomes),
-            transfers={},
+            transfers={name.removeprefix("remote_"): totals[name] for name in TRANSFERS} if plan.prefill else {},
             steps=totals["steps"],
             wall_s=wall_s,
         )

@@ -186,7 +186,7 @@ def mooncake(name: str, text: str) -> Workload:
 def _request(id: int, row: _Row) -> Request:
     tokens = [hash * BLOCK + i for hash in row.hash_ids for i in range(BLOCK)][: row.input_length]
     missing = row.input_length - len(tokens)
-    tokens += [-1 - (id * BLOCK * BLOCK + i) for i in range(missing)]
+    tokens += [2**62 + id * BLOCK * BLOCK + i for i in range(missing)]
     return Request(id=id, prompt=tuple(tokens), max_tokens=row.output_length, sampling=_GREEDY)
 
 

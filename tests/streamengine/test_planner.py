@@ -13,8 +13,9 @@ from streamengine import cli
 from streamengine.config import EngineConfig
 from streamengine.errors import StartupError
 from streamengine.planner import times
-from streamengine.planner.fleet import Fleet, Plan
+from streamengine.planner.fleet import Fleet
 from streamengine.planner.report import Report, Targets
+from streamengine.planner.state import Plan
 from streamengine.planner.times import Shape, StepTimes, fit
 from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake
 from streamengine.request import Request
@@ -25,7 +26,7 @@ TIMES = StepTimes(source="a test", base_s=0.01, prompt_token_s=1e-4, decode_toke
 def plan(*, pages: int = 2048, times: StepTimes = TIMES, config: dict[str, Any] | None = None, **options: Any) -> Plan:
     return Plan(
         config=EngineConfig(**({"debug": True} | (config or {}))),
-        model=ModelSpec("m", "", "", "", vocab_size=2**31, max_model_len=4096, eos_token_ids=()),
+        model=ModelSpec("m", "", "", "", vocab_size=2**63, max_model_len=4096, eos_token_ids=()),
         kv=KVSpec(pages, 16, page_bytes=1 << 16),
         times=times,
         targets=Targets(ttft_ms=500, itl_ms=50),
