@@ -41,7 +41,7 @@ class Books:
         self.searches: dict[int, BeamSearch] = {}
         self.holds: dict[str, tuple[int, ...]] = {}
         """The page tables that transfers hold, each entry by itself: see `Landing`."""
-        self._window = window
+        self.window = window
         self._copied: tuple[int, ...] = ()
 
     def enter(self, request: Request, now: float, constraint: Constraint | None = None) -> Sequence:
@@ -185,8 +185,8 @@ class Books:
         pool = self.pool
         if pool.prefix is not None and sequence.chain is not None:
             pool.prefix.add(sequence.chain, sequence.tokens, sequence.pages, computed)
-        if self._window is not None:
-            gone = max(0, computed - self._window + 1) // pool.page_size
+        if self.window is not None:
+            gone = max(0, computed - self.window + 1) // pool.page_size
             pool.free(sequence.pages[:gone])
             sequence.pages = (PADDING_PAGE,) * gone + sequence.pages[gone:]
 

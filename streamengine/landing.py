@@ -34,6 +34,11 @@ class Landing:
         """Those that hold something."""
         return set(self._books.holds)
 
+    def can_begin(self, sequence: Sequence) -> bool:
+        """Whether the pages of its prompt are all that its answers begin with. Several of them compute its last token
+        once more, whose window may begin on a page that is gone."""
+        return goes_on(sequence) or self._books.window is None
+
     def uncached(self, sequence: Sequence) -> int:
         """Tokens of a new request that would have to be computed here."""
         return len(sequence.tokens) - len(self._books.find(sequence)) * self._books.pool.page_size

@@ -241,6 +241,12 @@ class FakeRunner:
         if self.depth == 1:
             self._run_until(None)
 
+    def settle(self) -> None:
+        """Forget at once what is to be forgotten before the next step runs: others may write there from now on."""
+        while self._queue and not isinstance(pages := self._queue[0], FakeHandle):
+            self._queue.popleft()
+            self._forget(pages)
+
     # Runner
 
     def submit(self, step: Step) -> FakeHandle:
@@ -295,8 +301,11 @@ class FakeRunner:
                 if work is last:
                     return
             else:
-                for page in work:
-                    self._page(page)[:] = b"\xff" * self.kv.page_bytes
+                self._forget(work)
+
+    def _forget(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._page(page)[:] = b"\xff" * self.kv.page_bytes
 
     def _execute(self, handle: FakeHandle) -> None:
         step = handle.step

@@ -113,6 +113,8 @@ class Decode:
         request = sequence.request
         if request.prompt_logprobs is not None or request.answered:
             return False  # the one needs every row of the prompt, the other is behind its prompt already
+        if not self._landing.can_begin(sequence):
+            return False
         if self._landing.uncached(sequence) < self._threshold.tokens:
             return False
         if -(-len(request.prompt) // self._page_size) > self._landing.reserve:

@@ -103,7 +103,10 @@ class Prefills:
             case Received(_, Release(transfer)):
                 if released := self._prompts.get(transfer):
                     self._give_up(released)
-            case Lost(peer):
+            case Lost(peer, why, mismatch):
+                if mismatch:
+                    self._counts["mismatches"] += 1
+                    _logger.error("prefills for %s are refused: %s", peer, why)
                 for prompt in list(self._prompts.values()):
                     if prompt.peer == peer and prompt.handle is None:
                         self._give_up(prompt)
@@ -256,7 +259,7 @@ class Prefills:
 
     def statistics(self) -> dict[str, float]:
         """``prefills_…``: prompts of other engines, and the pages that are held for them."""
-        names = ("received", "done", "refused", "expired")
+        names = ("received", "done", "refused", "expired", "mismatches")
         held = [prompt.handle for prompt in self._prompts.values() if prompt.handle is not None]
         return {
             **{f"prefills_{name}": self._counts[name] for name in names},
