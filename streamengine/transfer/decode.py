@@ -118,6 +118,7 @@ class Decode:
         if self._landing.uncached(sequence) < self._threshold.tokens:
             return False
         if -(-len(request.prompt) // self._page_size) > self._landing.reserve:
+            self._counts["too_long"] += 1
             return False
         loads = dict.fromkeys(self._peers, 0)
         for remote in self._remotes.values():
@@ -341,7 +342,7 @@ class Decode:
 
     def statistics(self) -> dict[str, float]:
         """``remote_…``: how many prefills were sent and came to something, bytes, and why others did not."""
-        names = ("sent", "landed", "cancelled", "bytes", "mismatches")
+        names = ("sent", "landed", "cancelled", "bytes", "mismatches", "too_long")
         return {
             **{f"remote_{name}": self._counts[name] for name in names},
             **{f"remote_fallbacks_{code}": count for code, count in self._fallbacks.items()},

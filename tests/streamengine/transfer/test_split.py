@@ -140,23 +140,25 @@ def test_a_guided_answer_begins_there_and_goes_on_here(tmp_path: Path) -> None:
 
 def test_a_long_prompt_goes_in_by_chunks_there_and_prefixes_are_found_on_both_sides(tmp_path: Path) -> None:
     long = tuple(range(100))
+    like = (*long[:40], *range(200, 240))
+    pool = fake_kv(129)
     with (
-        core(runner(), replace_budget(prefilling(tmp_path), 8)) as prefill,
-        core(runner(), decoding(tmp_path)) as decode,
+        core(runner(kv=pool), structs.replace(prefilling(tmp_path), max_num_batched_tokens=8)) as prefill,
+        core(runner(kv=pool), decoding(tmp_path)) as decode,
     ):
         until(decode, "remote_peers", 1)
-        assert answers_of(decode, request(1, long))[0][0] == oracle(long, 6)
-        assert answers_of(decode, request(2, (*long[:40], *range(200, 240))))[0][0] == oracle(
-            (*long[:40], *range(200, 240)), 6
-        )
+        for id, prompt in enumerate((long, like), 1):
+            assert answers_of(decode, request(id, prompt))[0][0] == oracle(prompt, 6)
         here, there = decode.statistics(), prefill.statistics()
         assert there["prefix_hits"] == 40 and there["steps"] > 14
         # What is cached here is not moved again: 25 pages, and then 20 but for 10.
-        assert here["remote_bytes"] == (25 + 20 - 10) * fake_kv().page_bytes
+        assert here["remote_bytes"] == (25 + 20 - 10) * pool.page_bytes
 
 
-def replace_budget(config: EngineConfig, tokens: int) -> EngineConfig:
-    return structs.replace(config, max_num_batched_tokens=tokens)
+def test_a_prompt_that_is_longer_than_what_transfers_may_hold_is_computed_here(tmp_path: Path) -> None:
+    with split(tmp_path) as (decode, _):
+        assert answers_of(decode, request(1, tuple(range(65))))[0][0] == oracle(tuple(range(65)), 6)
+        assert decode.statistics()["remote_too_long"] == 1
 
 
 def test_without_a_peer_a_prompt_is_computed_here_or_refused_as_was_asked_for(tmp_path: Path) -> None:
