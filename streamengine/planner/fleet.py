@@ -103,6 +103,7 @@ class Fleet:
             case Over(replica, life):
                 if (engine := replica.living(life)) is not None:
                     self._tell(engine.land(self._now))
+                    self._carry(replica, engine, self._now)
                     self._turn(replica, engine, self._now + self._plan.times.host_s)
             case Woken(replica, life):
                 if (engine := replica.living(life)) is not None:
@@ -157,8 +158,7 @@ class Fleet:
 
     def _turn(self, replica: Replica, engine: Engine, now: float) -> None:
         self._tell(engine.turn(now))
-        for delivery in self._network.carry(replica.place, engine.wire.drain(), now):
-            self._push(delivery.at, delivery)
+        self._carry(replica, engine, now)
         if self._plan.config.debug:
             engine.check()
         if (at := engine.lands_at) is not None:
@@ -166,6 +166,10 @@ class Fleet:
         elif (at := engine.wakes_at(now)) is not None and at < replica.wakes_at:
             replica.wakes_at = at
             self._push(at, Woken(replica, replica.place.life))
+
+    def _carry(self, replica: Replica, engine: Engine, now: float) -> None:
+        for delivery in self._network.carry(replica.place, engine.wire.drain(), now):
+            self._push(delivery.at, delivery)
 
     def _deliver(self, delivery: Delivery) -> None:
         to, report, source = delivery.to, delivery.report, delivery.source
@@ -213,16 +217,14 @@ class Fleet:
         phase = 0.0 if plan.in_phase or not ratios else self._random.uniform(0, ratios[-1][0])
         answers = Distinct() if place.prefill else self._workload.answers
         config = self._configs[place.prefill]
-        replica.engine = engine = Engine(config, plan.model, plan.kv, place, plan.times, answers, phase)
+        replica.engine = Engine(config, plan.model, plan.kv, place, plan.times, answers, phase)
         self._network.names[place.peer] = place
         for other in self._decodes if place.prefill else self._prefills:
             if other.engine is None:
                 continue
-            if place.prefill:
-                report = Connected(place.peer, place.card(plan.kv))
-                self._push(self._now + plan.latency_s, Delivery(self._now, other.place, report))
-            else:
-                engine.wire.reports.append(Connected(other.place.peer, other.place.card(plan.kv)))
+            to, peer = (other.place, place) if place.prefill else (place, other.place)
+            at = self._now + (plan.latency_s if place.prefill else 0.0)
+            self._push(at, Delivery(at, to, Connected(peer.peer, peer.card(plan.kv))))
 
     def _config(self, prefill: bool) -> EngineConfig:
         plan = self._plan

@@ -65,12 +65,12 @@ def test_requests_of_one_token_wait_as_long_as_queueing_theory_says(load: float)
     """M/D/1: Poisson arrivals, one server, a constant time S of service. The mean wait is load · S / 2(1 - load)."""
     service = 0.02
     config = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_queue": 10_000, "debug": False}
-    poisson = Load(rate=load / service, seconds=20_000 * service / load, prompt_tokens=16, answer_tokens=1)
+    poisson = Load(rate=load / service, seconds=8_000 * service / load, prompt_tokens=16, answer_tokens=1)
     fixed = StepTimes(source="a test", base_s=service)
     report = Fleet(plan(times=fixed, config=config), poisson.open()).run()
     expected = service + load * service / (2 * (1 - load))
-    assert report.ttft_ms.mean == pytest.approx(1e3 * expected, rel=0.05)
-    assert report.utilisation == pytest.approx(load, rel=0.03)
+    assert report.ttft_ms.mean == pytest.approx(1e3 * expected, rel=0.08)
+    assert report.utilisation == pytest.approx(load, rel=0.05)
 
 
 def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
@@ -123,6 +123,61 @@ def test_a_thousand_replicas_share_the_load() -> None:
     report = fleet.run()
     assert report.ends == {"length": report.requests}
     assert report.ttft_ms.max == pytest.approx(10 + 6.4), "with a replica for each, nobody waits"
+
+
+# prefill apart from decode
+
+APART: dict[str, Any] = {"prefill": 1, "prefill_threshold": 32, "bytes_per_s": 1e9, "latency_s": 2e-3}
+
+
+def test_a_prompt_goes_to_the_other_replica_and_its_pages_come_back() -> None:
+    report = Fleet(plan(**APART), jobs((1.0, 100, 3))).run()
+    assert report.ttft_ms.max == pytest.approx(2 + 10 + 10 + 2)
+    pages = 7 * (1 << 16) / 1e9 * 1e3
+    assert report.itl_ms.max == pytest.approx(2 + pages + 10 + 0.5, abs=1e-3)
+    assert report.transfers == {"sent": 1, "landed": 1, "fallbacks": 0, "bytes": 7 * (1 << 16)}
+    assert report.prefill_utilisation is not None and report.prefill_utilisation > 0
+
+
+def test_reads_over_one_link_follow_each_other() -> None:
+    """The second prompt is computed 21 ms after the first, and read when that has been read."""
+    report = Fleet(plan(**APART | {"bytes_per_s": 1e6}), jobs((1.0, 100, 2), (1.0, 100, 2))).run()
+    pages = 7 * (1 << 16) / 1e6 * 1e3
+    assert report.itl_ms.max == pytest.approx(2 + 2 * pages + 10.5 - 21, abs=1e-2)
+
+
+def test_short_prompts_stay_where_they_are() -> None:
+    report = Fleet(plan(**APART), jobs((1.0, 31, 3))).run()
+    assert (report.transfers["sent"], report.steps) == (0, 3)
+
+
+def test_a_link_that_is_too_slow_is_given_up_and_the_prompts_are_computed_here() -> None:
+    """A read takes 46 s: the deadline is after 30. What it writes to stays taken until it is over."""
+    report = Fleet(plan(**APART | {"bytes_per_s": 1e4}), jobs((0.0, 100, 3))).run()
+    assert report.ends == {"length": 1}
+    assert (report.transfers["landed"], report.transfers["fallbacks"]) == (0, 1)
+    assert report.ttft_ms.max is not None and report.ttft_ms.max < 30, "the first token was there with the handle"
+    assert report.itl_ms.max is not None and report.itl_ms.max > 29_900
+
+
+def test_prompts_that_are_computed_elsewhere_do_not_hold_up_answers() -> None:
+    load = Load(rate=3, seconds=30, prompt_tokens=1000, answer_tokens=50)
+    together = Fleet(plan(replicas=2, config={"debug": False}), load.open()).run()
+    apart = Fleet(plan(**APART, config={"debug": False}), load.open()).run()
+    assert together.itl_ms.p99 is not None and apart.itl_ms.p99 is not None
+    assert apart.itl_ms.p99 < together.itl_ms.p99 / 2
+    assert apart.transfers["landed"] == apart.requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_while_replicas_of_both_kinds_die(seed: int) -> None:
+    load = Load(rate=8, seconds=15, prompt_tokens=200, prompt_cv=0.5, answer_tokens=20, seed=seed)
+    options = APART | {"prefill": 2, "replicas": 3, "bytes_per_s": 5e6, "mtbf_s": 5, "repair_s": 1, "seed": seed}
+    fleet = Fleet(plan(pages=200, **options), load.open())
+    report = fleet.run()
+    assert report.failures > 5 and report.transfers["landed"] > 20 and report.transfers["fallbacks"]
+    assert report.ends == {"length": report.requests}
+    assert [outcome.tokens for outcome in fleet.outcomes] == [20] * report.requests
 
 
 # step times
@@ -232,6 +287,7 @@ def test_a_sweep_prints_every_fleet_and_says_that_it_is_simulated(
         (["--workload", "x", "--prompt-tokens", "9"], "prompt_tokens is for made-up requests"),
         (["--workload", "nowhere", "--kv-pages", "99"], "the workload cannot be read"),
         (["--rate", "1"], "give kv_pages"),
+        (["--rate", "1", "--kv-pages", "99", "--prefill", "1"], "give token_bytes"),
         (["--rate", "1", "--kv-pages", "99", "--replicas", "1,x"], "replicas must be numbers from 1 to 10000"),
     ],
 )
