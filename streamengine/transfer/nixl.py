@@ -121,10 +121,12 @@ class Nixl:
             raise TransportError(f"a page there has {at.page_bytes} bytes, here {self._memory.page_bytes}")
         try:
             self._agent.add_remote_agent(at.metadata)
+            self._agent.make_connection(at.agent)  # both sides have to do something for it: not when a read waits
             prepared = self._prepare(at.agent, at.base, at.pages)
         except Exception as error:
             raise TransportError(f"NIXL cannot reach it: {error}") from error
         self._sources[source] = _Source(at.agent, at.pages, prepared)
+        self.expect()
 
     def read(self, transfer: str, source: str, pairs: Sequence[tuple[int, int]]) -> None:
         known = self._sources.get(source)

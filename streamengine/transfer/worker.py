@@ -354,6 +354,7 @@ class Worker:
             for other in list(self._peers.values()):
                 if other.address is None and other.card is not None and other.card.engine == card.engine:
                     self._drop(other, f"another connection of {card.engine} took its place")
+            self._transport.expect()
         connection.card = card
         peer.delay, peer.told = FIRST_RETRY_S, ""
         self._tell(Connected(peer.name, card, dialed=peer.address is not None))
