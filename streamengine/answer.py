@@ -69,6 +69,9 @@ class Answer:
         choice, finish = self.choices[delta.index], delta.finish
         if delta.queued_s is not None:
             self._start(delta.queued_s, delta.cached)
+        if delta.remote:
+            for one in self.choices:
+                one.stopwatch.remote_prefill = delta.remote
         if delta.prompt_logprobs:
             spelt = choice.spell(delta.prompt_logprobs)
             for log in self.logs:

@@ -49,23 +49,27 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         settle(self, StartupError)
-        for given, needed, param in (
-            (self.listen, self.role == "prefill", "listen"),
-            (self.peers, self.role == "decode", "peers"),
-            (self.listen or self.peers, True, "listen"),
-        ):
-            if needed and not given:
-                raise StartupError(f"role {self.role} needs {param}, addresses of engines", param=param)
-        for given, forbidden, param in (
-            (self.listen, self.role == "decode", "listen"),
-            (self.peers, self.role == "prefill", "peers"),
-        ):
-            if forbidden and given:
-                raise StartupError(f"role {self.role} has no use for {param}", param=param)
+        wanted = {"prefill": "listen", "decode": "peers"}.get(self.role)
+        if wanted is not None and not getattr(self, wanted):
+            raise StartupError(f"role {self.role} needs {wanted}, addresses of engines", param=wanted)
+        unwanted = {"prefill": {"peers"}, "decode": {"listen"}}.get(self.role, set())
+        if not self.peers:
+            unwanted |= {"prefill_threshold", "on_load_failure", "lease_s", "transfer_deadline_s"}
+        if self.alone:
+            unwanted |= {"kv_transport", "name"}
+        for field in structs.fields(self):
+            if field.name in unwanted and getattr(self, field.name) != field.default:
+                without = f"role {self.role}, " + ("" if self.peers else "without peers, ")
+                raise StartupError(f"{without}has no use for {field.name}", param=field.name)
         for address in (*self.peers, *((self.listen,) if self.listen else ())):
             host, _, port = address.rpartition(":")
             if not (address.startswith("unix:") and len(address) > 5) and not (host and port.isdecimal()):
                 raise StartupError(f"{address!r} is neither unix:PATH nor HOST:PORT", param="peers")
+
+    @property
+    def alone(self) -> bool:
+        """It has nothing to do with other engines."""
+        return self.listen is None and not self.peers
 
     @property
     def recomputes(self) -> bool:
@@ -147,6 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.trace_text and self.trace is None:
             raise StartupError("trace_text needs trace, the name of a file", param="trace")
+        if self.transfer is not None and self.transfer.alone:
+            structs.force_setattr(self, "transfer", None)
         if self.trace is not None and self.transfer is not None:
             raise StartupError("a trace is of one engine alone: it cannot be with transfer", param="trace")
 

@@ -81,7 +81,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     prompt tokens that were found in the prefix cache. ``logprobs`` match ``tokens``, ``prompt_logprobs``
     follow each other from the prompt's second token on; both only where they were asked for.
     ``beam_score`` comes with the finish of a beam search's answer. ``forced`` of the tokens were not sampled: the
-    grammar left no choice. ``remote`` is given once where a prefill by another engine was tried: see `Outcome`.
+    grammar left no choice. ``remote`` says what came of a prefill by another engine, the last word being the one
+    that holds: ``done``, or why not.
     """
 
     request: int

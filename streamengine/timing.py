@@ -22,6 +22,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Not a time: answer tokens that a grammar left no choice about, so that no step was spent on choosing them."""
     continued_tokens: int = 0
     """Nor this: answer tokens that came with the request, from an engine that began it. The times are without them."""
+    remote_prefill: str | None = None
+    """``done`` where another engine computed the prompt, else why one that was to compute it did not; None where none
+    was asked."""
 
 
 class Stopwatch:
@@ -32,6 +35,7 @@ class Stopwatch:
     """
 
     def __init__(self, submitted: float, continued: int = 0) -> None:
+        self.remote_prefill: str | None = None
         self._submitted = submitted
         self._continued = continued
         self._queued: float | None = None
@@ -63,7 +67,12 @@ class Stopwatch:
         total_ms = (now - self._submitted) * 1000
         queue_ms = None if self._queued is None else self._queued * 1000
         if self._first is None:
-            return Timing(total_ms=total_ms, queue_ms=queue_ms, continued_tokens=self._continued)
+            return Timing(
+                total_ms=total_ms,
+                queue_ms=queue_ms,
+                continued_tokens=self._continued,
+                remote_prefill=self.remote_prefill,
+            )
         ttft_ms, decode_ms = (self._first - self._submitted) * 1000, (self._last - self._first) * 1000
         gaps = self._count - 1
         return Timing(
@@ -78,6 +87,7 @@ class Stopwatch:
             itl_max_ms=self._longest * 1000 if gaps else None,
             forced_tokens=self._forced,
             continued_tokens=self._continued,
+            remote_prefill=self.remote_prefill,
         )
 
     def gaps(self) -> list[tuple[float, int]]:

@@ -163,7 +163,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds on the server's monotonic clock; absent (None) where it did not come to that.
 
     ``forced_tokens`` of the answer took no time to choose: its grammar left no choice. ``continued_tokens`` of it came
-    with the request, and the times are those of the rest.
+    with the request, and the times are those of the rest. ``remote_prefill`` is ``done`` where another engine than the
+    one that answers computed the prompt, or why one that was to compute it did not.
     """
 
     total_ms: float | None = None
@@ -175,6 +176,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     itl_ms: InterToken | None = None
     forced_tokens: int = 0
     continued_tokens: int = 0
+    remote_prefill: str | None = None
 
 
 class Guided(msgspec.Struct, frozen=True, kw_only=True):
