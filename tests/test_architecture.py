@@ -33,6 +33,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
             "bench",
             "chat",
             "doctor",
+            "fleet",
             "kernels",
             "options",
             "planner",
@@ -44,6 +45,9 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "bench": {"child", "server"},
         "chat": {"terminal"},
         "doctor": {"compose"},
+        "fleet": {"options", "serve_ray"},
+        "serve_ray": {"scaling", "server"},
+        "scaling": {"errors"},
         "precompile": {"options", "terminal"},
         "scenarios": {"options", "terminal"},
         "kernels": {"options", "terminal"},
@@ -361,7 +365,7 @@ import importlib, pkgutil, sys
 import {package}
 if {package != "compiled"}:
     for found in pkgutil.walk_packages({package}.__path__, "{package}."):
-        if not found.name.endswith("__main__"):
+        if not found.name.endswith(("__main__", "serve_ray")):  # this one needs an extra
             importlib.import_module(found.name)
 else:
     import compiled.step

@@ -42,7 +42,9 @@ from streamengine.session.view import View
 from streamengine.streams import ANONYMOUS, MAX_ATTACHMENTS, Principal, Streams
 from streamengine_sdk import wire
 
-FEATURES = tuple("ack attach batch coalesce continues grammar key logprobs pad token_ids values".split())
+FEATURES = (
+    *("ack", "attach", "batch", "coalesce", "continues", "grammar", "key", "logprobs", "pad", "token_ids", "values"),
+)
 """What `hello` announces beyond the bare protocol."""
 
 MAX_LINGER_S = 600

@@ -1,7 +1,9 @@
 """An answer whose server is gone goes on at another, as if nothing had happened: the SDK over sessions in memory."""
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from compiled.step import Runner
+from compiled.step import Runner, Step
 from streamengine.config import ServerConfig
 from streamengine.engine import Engine, Generate
 from streamengine.errors import InvalidRequest, StreamEngineError, UnsupportedFeature
@@ -20,7 +22,7 @@ from streamengine.streams import Streams
 from streamengine_sdk import AsyncClient, Backoff, EngineError, Result, StreamLost, Trace, wire
 from streamengine_sdk.events import Delta, Value
 from streamengine_sdk.testing import MemoryPeer, MemoryTransport
-from tests.fakes import EOS, FakeRunner, fake_kv, fake_model, script
+from tests.fakes import EOS, FakeHandle, FakeRunner, fake_kv, fake_model, script
 from tests.serving import engine_over
 from tests.streamengine.guided.drawn import runner_in
 from tests.streamengine.guided.test_tools import HELLO, TOOLS
@@ -53,6 +55,9 @@ CASES: dict[str, Any] = {
     "calls": {"seed": 2, "max_tokens": 400, "tools": TOOLS, "tool_choice": "required", "messages": HELLO},
     "forced tokens": {"seed": 2, "response_format": {"type": "regex", "regex": "[ab]forced[12]end"}},
 }
+
+AHEAD = 6
+"""Steps: more than tokens are ever held back for a stop string."""
 
 STRIDES = {"a lenient schema": 9, "calls": 4, "values": 2}
 """Where a cut at each token would take seconds: a verdict costs a process."""
@@ -190,18 +195,38 @@ async def test_a_server_that_does_not_know_the_stream_any_more_continues_it(tmp_
         assert (essence(result), result.continued) == (essence(whole), 1)
 
 
-@pytest.mark.parametrize("name", ["seeded with ids", "a stop string", "values"])
+class Gated(FakeRunner):
+    """Runs a few steps ahead of whoever reads, and no more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.gate = threading.Semaphore(AHEAD)
+
+    def submit(self, step: Step) -> FakeHandle:
+        assert self.gate.acquire(timeout=PATIENCE_S)
+        return super().submit(step)
+
+
+@pytest.mark.parametrize("name", ["seeded with ids", "a stop string"])
 async def test_what_a_server_cuts_when_it_shuts_down_goes_on_at_another(tmp_path: Path, name: str) -> None:
-    async with fleet(runner_in(tmp_path)) as (client, servers, _):
-        whole, values = await read(client, CASES[name])
+    plain = runner_in(tmp_path)
+    runner = Gated(kv=plain.kv, model=plain.model, answer=plain.answer)
+    async with fleet(runner) as (client, servers, _):
+
+        def cut(place: int, seq: int) -> None:
+            runner.gate.release()
+            if seq == place:
+                servers.drain()
+                runner.gate.release(2)
+
+        whole, _ = await read(client, CASES[name], partial(cut, 0))
         continued = 0
-        for place in range(1, whole.seq, 3):
-            result, again = await read(
-                client, CASES[name], lambda seq, at=place: servers.drain() if seq == at else None
-            )
-            assert (essence(result), again) == (essence(whole), values)
+        for place in range(1, whole.seq - 8, 3):
+            runner.gate = threading.Semaphore(AHEAD)
+            result, _ = await read(client, CASES[name], partial(cut, place))
+            assert essence(result) == essence(whole)
             continued += result.continued
-        assert continued > whole.seq // 6
+        assert continued == len(range(1, whole.seq - 8, 3))
 
 
 @pytest.mark.parametrize(("most", "cuts"), [(0, 1), (2, 3)])
