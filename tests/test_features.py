@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
 import pytest
 
 from streamengine import EngineConfig, SamplingParams, open_engine
+from streamengine.config import TransferConfig
 from streamengine.engine import Engine
 from streamengine.errors import RequestError
 
@@ -57,6 +59,7 @@ FEATURES = {
     "long-prompt threshold": Feature(config={"long_prefill_token_threshold": 3}),
     "paced chunks": Feature(config={"target_itl_ms": 0.1}),
     "debug poisoning": Feature(config={"debug": True}),
+    "prefill elsewhere": Feature(config={"prefill_threshold": 6}),
     "seeded sampling": Feature(sampling={"temperature": 0.9, "top_p": 0.95, "seed": 4}, answer=True),
     "top_k, min_p": Feature(sampling={"temperature": 1.2, "top_k": 9, "min_p": 0.01, "seed": 9}, answer=True),
     "typical_p": Feature(sampling={"temperature": 1.1, "typical_p": 0.8, "seed": 2}, answer=True),
@@ -115,8 +118,30 @@ async def engine_with(folder: Path, config: dict[str, Any]) -> AsyncIterator[Eng
         "max_num_seqs": 16,
         "enable_prefix_caching": False,
     }
-    async with open_engine(EngineConfig(model=str(folder), **(plain | config)), process=False) as engine:
-        yield engine
+    own = {"model": str(folder)} | plain | config
+    threshold = own.pop("prefill_threshold", None)
+    if threshold is None:
+        async with open_engine(EngineConfig(**own), process=False) as engine:
+            yield engine
+        return
+    with TemporaryDirectory() as place:
+        address = f"unix:{place}/prefill"
+        there = TransferConfig(role="prefill", listen=address)
+        here = TransferConfig(role="decode", peers=(address,), prefill_threshold=threshold)
+        async with (
+            open_engine(EngineConfig(transfer=there, **own), process=False) as other,
+            open_engine(EngineConfig(transfer=here, **own), process=False) as engine,
+        ):
+            await until(engine, "remote_peers", 1)
+            yield engine
+            assert (await engine.statistics())["remote_landed"] > 0
+            for one in (engine, other):
+                await until(one, "transfer_pages", 0)
+
+
+async def until(engine: Engine, name: str, wanted: float) -> None:
+    while (await engine.statistics())[name] != wanted:  # noqa: ASYNC110 - nobody tells when a statistic changes
+        await anyio.sleep(0.01)
 
 
 Answers = list[tuple[int, ...]]
