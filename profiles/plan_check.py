@@ -78,7 +78,7 @@ async def _ask(engine: Engine, job: Job, outcome: Outcome, begin: float) -> None
 
 
 def _compare(config: EngineConfig, opened: Opened, lines: list[Line], seen: list[Outcome]) -> dict[str, Any]:
-    found = times.of_trace("the steps of the same run", [opened, *lines])
+    found = times.of_trace("the steps of the same run", opened, lines)
     model, kv = engine_of(config, found)
 
     def simulated(seed: int, *, in_phase: bool) -> dict[str, dict[str, float]]:

@@ -96,6 +96,7 @@ def command(
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
     model, kv = engine_of(config, found, token_bytes)
+    _tell_differences(config, found.config)
     reports: list[Report] = []
     for count, prefills in product(_numbers(replicas, "replicas", 1), _numbers(prefill, "prefill", 0)):
         if prefills and not kv.page_bytes:
@@ -125,6 +126,13 @@ def command(
     if len(reports) > 1:
         typer.echo("\n".join(("", *table(reports))))
     typer.echo(f"\n{reports[0].label}; {reports[0].workload}")
+
+
+def _tell_differences(config: EngineConfig, measured: EngineConfig | None) -> None:
+    for name in _SCHEDULING if measured is not None else ():
+        planned, was = getattr(config, name), getattr(measured, name)
+        if planned != was and name not in {"kv_pages", "max_model_len", "debug"}:
+            typer.echo(f"{name} is {planned} in this plan; the engine that was measured had {was}", err=True)
 
 
 def engine_of(config: EngineConfig, found: times.StepTimes, token_bytes: int | None = None) -> tuple[ModelSpec, KVSpec]:

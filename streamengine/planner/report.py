@@ -1,14 +1,13 @@
 """What a simulation found, in figures and in words."""
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from streamengine.planner.times import quantile
-
-SHARES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+SHARES = (0.5, 0.9, 0.99)
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -33,7 +32,12 @@ class Latency(msgspec.Struct, frozen=True):
         if not ordered:
             return cls(None, None, None, None, None)
         mean = sum(ordered) / len(ordered)
-        return cls(*(round(1e3 * s, 3) for s in (mean, *(quantile(ordered, q) for _, q in SHARES), ordered[-1])))
+        return cls(
+            *(
+                round(1e3 * s, 3)
+                for s in (mean, *(ordered[math.ceil(q * len(ordered)) - 1] for q in SHARES), ordered[-1])
+            )
+        )
 
 
 @dataclass(slots=True, eq=False)

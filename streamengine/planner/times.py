@@ -8,7 +8,7 @@ simulation lives through it from a moment of its own on, and again from the begi
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from compiled.step import KVSpec, Step
+from streamengine.config import EngineConfig
 from streamengine.errors import StartupError
 from streamengine.replay import read as read_trace
+from streamengine.replay import sessions
 from streamengine.trace import Aborted, Landed, Line, Opened, Planned, Submitted
 
 ROUNDS = 20
@@ -59,7 +61,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``host_s`` lies between two steps of a core whose runner takes one at a time. ``ratios`` are ``(when, what a
     step took over what the line says)``, in seconds since the first request; none: each takes what the line says.
-    ``depth``, ``kv`` and ``max_model_len`` are of the engine that was measured, as far as they are known.
+    ``depth``, ``config``, ``kv`` and ``max_model_len`` are of the engine that was measured, as far as they are known.
     """
 
     source: str
@@ -71,6 +73,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     host_s: float = 0.0
     ratios: tuple[tuple[float, float], ...] = ()
     depth: int = 1
+    config: EngineConfig | None = None
     kv: KVSpec | None = None
     max_model_len: int | None = None
 
@@ -162,7 +165,7 @@ def read(path: str) -> StepTimes:
     try:
         text = Path(path).read_text()
         if text.startswith('{"kind":"open"'):
-            return of_trace(f"the trace {Path(path).name}", read_trace(path))
+            return of_trace(f"the trace {Path(path).name}", *sessions(read_trace(path))[-1])
         if '"scenario"' in text:
             return of_bench(f"bench steps in {Path(path).name}", msgspec.json.decode(text.strip().splitlines()[-1]))
         return msgspec.json.decode(text, type=StepTimes)
@@ -185,21 +188,15 @@ def of_bench(source: str, found: Any) -> StepTimes:
     return fit(f"{source} (decoding at a context of {context})", steps)
 
 
-def of_trace(source: str, lines: Sequence[Line]) -> StepTimes:
-    """Of all steps in it that did not raise."""
+def of_trace(source: str, opened: Opened, lines: Sequence[Line]) -> StepTimes:
+    """Of all steps of a session that did not raise."""
     planned: dict[int, Planned] = {}
     steps: list[tuple[float, Shape, float]] = []
     gaps: list[float] = []
     unfinished: set[int] = set()
     last = None
-    opened = lines[0]
-    assert isinstance(opened, Opened), "a trace begins with what was opened"
     for line in lines:
         match line:
-            case Opened():
-                opened, last = line, None
-                planned.clear()
-                unfinished.clear()
             case Submitted():
                 unfinished.add(line.request.id)
             case Aborted(index=None):
@@ -219,14 +216,15 @@ def of_trace(source: str, lines: Sequence[Line]) -> StepTimes:
     times = fit(source, [step[1:] for step in steps], max(0.0, median(gaps)) if gaps else 0.0)
     begin = min(line.at for line in lines if isinstance(line, Submitted))
     every = -(-len(steps) // MOST_RATIOS)
-    ratios = [(round(at - begin, 3), round(seconds / times.middle(shape), 4)) for at, shape, seconds in steps[::every]]
+    ratios = [
+        (round(at - begin, 3), round(seconds / max(times.middle(shape), 1e-9), 4))
+        for at, shape, seconds in steps[::every]
+    ]
     return msgspec.structs.replace(
-        times, ratios=tuple(ratios), depth=opened.depth, kv=opened.kv, max_model_len=opened.model.max_model_len
+        times,
+        ratios=tuple(ratios),
+        depth=opened.depth,
+        config=opened.config,
+        kv=opened.kv,
+        max_model_len=opened.model.max_model_len,
     )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least of ``ordered`` that at least ``share`` of them are not above; nan of none."""
-    if not ordered:
-        return float("nan")
-    return ordered[min(len(ordered) - 1, max(0, bisect_left(range(1, len(ordered) + 1), share * len(ordered))))]

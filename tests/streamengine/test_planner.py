@@ -2,15 +2,18 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
 from compiled.step import KVSpec, ModelSpec, Sampling
 from streamengine import cli
 from streamengine.config import EngineConfig
+from streamengine.engine import Engine
 from streamengine.errors import StartupError
 from streamengine.planner import times
 from streamengine.planner.fleet import Fleet
@@ -18,7 +21,12 @@ from streamengine.planner.report import Report, Targets
 from streamengine.planner.state import Plan
 from streamengine.planner.times import Shape, StepTimes, fit
 from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake
+from streamengine.replay import read
 from streamengine.request import Request
+from streamengine.sampling import SamplingParams
+from streamengine.trace import VERSION, Landed, Line, Opened, Planned, Submitted, Told
+from tests.fakes import FakeRunner
+from tests.streamengine.test_trace import serve
 
 TIMES = StepTimes(source="a test", base_s=0.01, prompt_token_s=1e-4, decode_token_s=5e-4, host_s=1e-3)
 
@@ -298,3 +306,44 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
     file.write_bytes(msgspec.json.encode(TIMES))
     assert cli.run(["plan", "--times", str(file), *options]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_trace_of_a_core_is_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scheduler of the simulation gives each request what the core's did."""
+
+    async def many(engine: Engine, runner: FakeRunner) -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(12):
+                sampling = SamplingParams(temperature=0, max_tokens=1 + number)
+                ask = partial(engine.generate, f"the same beginning, then {number}", sampling=sampling)
+                tasks.start_soon(ask)
+
+    file, steps = tmp_path / "trace", tmp_path / "times.json"
+    serve(file, many)
+    steps.write_bytes(msgspec.json.encode(TIMES))
+    told = [told for line in read(str(file)) if isinstance(line, Landed) for told in line.answers]
+    arguments = ["--workload", str(file), "--page-size", "4", "--kv-pages", "64", "--max-num-seqs", "4", "--json"]
+    assert cli.run(["plan", "--times", str(steps), *arguments]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert (report["workload"], report["ends"]) == ("the arrivals in the trace trace", {"length": 12})
+    assert round(report["tokens_per_s"] * report["seconds"]) == sum(answer.count for answer in told)
+    assert report["hit_rate"] > 0
+
+
+def test_step_times_of_a_trace_are_of_its_steps_and_of_what_lies_between_them() -> None:
+    config = EngineConfig()
+    model = ModelSpec("m", "", "", "", vocab_size=9, max_model_len=99, eos_token_ids=())
+    opened = Opened(VERSION, config, model, KVSpec(9, 16, 1), depth=1)
+    request = Request(id=1, prompt=(), max_tokens=9, sampling=Sampling())
+    lines: list[Line] = [Submitted(1.0, request, length=20)]
+    shapes = [(0, 20, 1), *[(20 + i, 1, 1) for i in range(8)]]
+    for number, (start, tokens, sampled) in enumerate(shapes, 1):
+        at = 1.0 + 0.03 * number
+        seconds = 0.01 + (0.01 if tokens > 1 else 0.0)
+        lines.append(Planned(at, number, ((1, start, tokens, sampled),)))
+        lines.append(Landed(at + seconds, number, seconds, (Told(1, 0, 1),)))
+    found = times.of_trace("it", opened, lines)
+    assert found.host_s == pytest.approx(0.02)
+    assert found.middle(Shape(0, 0, 1, 25)) == pytest.approx(0.01, rel=0.02)
+    assert found.middle(Shape(20, 210)) == pytest.approx(0.02, rel=0.02)
+    assert (found.depth, found.max_model_len, found.ratio(100.0)) == (1, 99, pytest.approx(1, rel=0.02))
