@@ -10,6 +10,7 @@ owns the engine; the core has a process of its own.
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from streamengine.planner.report import Latency, Outcome, Targets
 from streamengine.planner.state import Plan
 from streamengine.planner.workload import Job, Load, Workload, recorded
 from streamengine.replay import read, sessions
-from streamengine.trace import Line, Opened
+from streamengine.trace import Landed, Line, Opened, Submitted
 
 VOCABULARY = 40_000
 SETTLE_S = 2.0
 SEEDS = 20
+
+Figures = dict[str, dict[str, float]]
 
 
 def main() -> None:
@@ -80,31 +83,49 @@ async def _ask(engine: Engine, job: Job, outcome: Outcome, begin: float) -> None
 def _compare(config: EngineConfig, opened: Opened, lines: list[Line], seen: list[Outcome]) -> dict[str, Any]:
     found = times.of_trace("the steps of the same run", opened, lines)
     model, kv = engine_of(config, found)
+    plan = Plan(config=config, model=model, kv=kv, times=found, targets=Targets(1000, 200))
 
-    def simulated(seed: int, *, in_phase: bool) -> dict[str, dict[str, float]]:
-        plan = Plan(
-            config=config, model=model, kv=kv, times=found, targets=Targets(1000, 200), seed=seed,
-            in_phase=in_phase,
-        )  # fmt: skip
-        fleet = Fleet(plan, _as_asked(recorded("the arrivals of this run", opened.kv.page_size, lines), seen))
+    def simulated(seed: int, *, in_phase: bool, asked: bool) -> Figures:
+        workload = recorded("the arrivals of this run", opened.kv.page_size, lines)
+        fleet = Fleet(replace(plan, seed=seed, in_phase=in_phase), _as_asked(workload, seen) if asked else workload)
         fleet.run()
         return _figures(fleet.outcomes[1:])
 
-    measured, together = _figures(seen), simulated(0, in_phase=True)
-    apart = [simulated(seed, in_phase=False) for seed in range(SEEDS)]
-    result: dict[str, Any] = {"requests": len(seen), "steps": len(found.ratios), "measured": measured}
-    result["simulated"], result["error_percent"] = together, {}
+    result: dict[str, Any] = {"requests": len(seen), "steps": len(found.ratios)}
+    for view, measured in (("core", _figures(_by_core(lines)[1:])), ("clients", _figures(seen))):
+        asked = view == "clients"
+        together = simulated(0, in_phase=True, asked=asked)
+        apart = [simulated(seed, in_phase=False, asked=asked) for seed in range(SEEDS)]
+        print(f"as the {view} saw it")
+        result[view] = {"measured": measured, "in_phase": together, "error_percent": _errors(measured, together, apart)}
+    return result
+
+
+def _errors(measured: Figures, together: Figures, apart: list[Figures]) -> Figures:
+    errors: Figures = {}
     for name, figures in measured.items():
-        errors = result["error_percent"][name] = {}
+        errors[name] = {}
         for key, value in figures.items():
             others = sorted(100 * (run[name][key] / value - 1) for run in apart)
-            errors[key] = round(100 * (together[name][key] / value - 1), 1)
-            apart_s = f"out of phase {others[0]:+6.1f} to {others[-1]:+6.1f}, median {others[SEEDS // 2]:+6.1f} %"
+            errors[name][key] = round(100 * (together[name][key] / value - 1), 1)
             print(
-                f"{name:<8} {key:<5} measured {value:8.1f}  simulated {together[name][key]:8.1f}  "
-                f"{errors[key]:+6.1f} %   {apart_s}"
+                f"  {name:<8} {key:<5} measured {value:8.1f}  simulated {together[name][key]:8.1f}  "
+                f"{errors[name][key]:+6.1f} %   out of phase {others[0]:+.1f} to {others[-1]:+.1f} %, "
+                f"median {others[SEEDS // 2]:+.1f} %"
             )
-    return result
+    return errors
+
+
+def _by_core(lines: list[Line]) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    for line in lines:
+        if isinstance(line, Submitted):
+            outcomes[line.request.id] = Outcome(line.at)
+        elif isinstance(line, Landed):
+            for told in line.answers:
+                if told.count:
+                    outcomes[told.request].told(line.at, told.count)
+    return list(outcomes.values())
 
 
 def _as_asked(workload: Workload, seen: list[Outcome]) -> Workload:
@@ -118,7 +139,7 @@ def _as_asked(workload: Workload, seen: list[Outcome]) -> Workload:
     return workload._replace(jobs=iter([first, *asked]))
 
 
-def _figures(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
+def _figures(outcomes: list[Outcome]) -> Figures:
     return {
         "ttft_ms": msgspec.structs.asdict(Latency.of(_firsts(outcomes))),
         "itl_ms": msgspec.structs.asdict(Latency.of(_gaps(outcomes))),
