@@ -166,7 +166,7 @@ def bench(
         benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
     ] = "steps",
 ) -> None:
-    """Time steps, a start, the scheduler, cached prefixes, guesses, grammars or the server; the last line is JSON."""
+    """Time steps, a start, the scheduler, prefixes, guesses, grammars, the server or a split; the last line is JSON."""
     with StartupProgress() as progress:
         benchmark.run(scenario, config, progress, typer.echo)
 
