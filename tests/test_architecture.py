@@ -65,7 +65,7 @@ BELOW: dict[str, dict[str, set[str]]] = {
         "intake": {"generate", "tokenizer"},
         "generate": {"sampling"},
         "stream": {"bell", "log", "sampling"},
-        "planner": {"options", "replay"},
+        "planner": {"options", "replay", "transfer"},
         "replay": {"assembly", "trace"},
         "core": {"assembly", "link", "profiling", "trace", "transfer"},
         "assembly": {"scheduler"},
