@@ -107,12 +107,13 @@ class Engine(Bench):
         self.now = now
         self.worker = FakeWorker()
         size = self.pool.page_size
+        self.threshold = Threshold(threshold, self.runner.kv.page_bytes, size)
         self.decode = self.prefills = None
         landing = self.scheduler.landing
         if decode:
             self.decode = Decode(
                 landing,
-                Threshold(threshold, self.runner.kv.page_bytes, size),
+                self.threshold,
                 name=self.card.incarnation,
                 page_size=size,
                 page_bytes=self.runner.kv.page_bytes,
@@ -177,6 +178,18 @@ class Engine(Bench):
         deltas = super().turn()
         self.check()
         return deltas
+
+    def run(self, turns: int = 2000) -> None:
+        """Until the scheduler has nothing to do."""
+        self.exchange()
+        while self.scheduler.has_work or self.in_flight:
+            self.turn()
+            turns -= 1
+            assert turns > 0, f"no end in sight: {self.scheduler.statistics()}"
+
+    def alone_below(self, tokens: int) -> None:
+        """Only prompts of so many tokens are computed elsewhere from now on."""
+        self.threshold._tokens = tokens
 
     def check(self) -> None:
         self.scheduler.check()
