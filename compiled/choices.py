@@ -15,7 +15,10 @@ from compiled.step import LoadError
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerOptions:
-    """See `streamengine.EngineConfig`, whose fields of the same names these are."""
+    """See `streamengine.EngineConfig`, whose fields of the same names these are.
+
+    ``graphs`` is for benchmarks; ``shared_kv`` lays the KV cache where other processes can map it.
+    """
 
     model: str
     device: str = "auto"
@@ -30,6 +33,7 @@ class RunnerOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     graphs: bool = True
+    shared_kv: bool = False
     offline: bool = False
 
 

@@ -6,8 +6,12 @@ sees them as strided views over all pages. Layers may differ in K, D and E. The 
 finite numbers.
 """
 
+import mmap
+import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,9 +19,13 @@ from torch import Tensor
 
 from compiled.device import Device
 from compiled.memory import available_memory
-from compiled.step import KVSpec, LoadError
+from compiled.step import KVMemory, KVSpec, LoadError
 
 _CACHE_LINE = 64
+
+MEMFD = "streamengine-kv"
+"""Name of a shared cache's memfd, for ``/proc``."""
+
 SHARE_OF_FREE_MEMORY = 0.4
 """Of what is available on a CPU machine, which others use too."""
 
@@ -54,6 +62,12 @@ class KVShape:
         return tuple(blocks)
 
     @property
+    def layout(self) -> str:
+        """Heads and sizes of keys and values, of each run of equal layers: ``30 of 3 x (64 + 64)``."""
+        runs = ((layer, len(list(run))) for layer, run in groupby(self.layers))
+        return ", ".join(f"{n} of {one.num_kv_heads} x ({one.head_dim} + {one.value_dim})" for one, n in runs)
+
+    @property
     def page_bytes(self) -> int:
         heads, size, offset = self.blocks[-1]
         return offset + _lines(self.page_size * heads * size * self.dtype.itemsize)
@@ -63,18 +77,33 @@ class KVStore:
     """Owns the memory of ``pages`` pages, on ``device`` (None: the CPU). ``layers[i]`` are the key and value views of
     layer i.
 
+    Args:
+        shared: lay it in a memfd, which other processes can map: it lives until the last of them lets go of it.
+
     Raises:
         LoadError: there is not as much memory; without a look, it would be missing later, page by page.
     """
 
-    def __init__(self, shape: KVShape, pages: int, device: Device | None = None) -> None:
+    def __init__(self, shape: KVShape, pages: int, device: Device | None = None, *, shared: bool = False) -> None:
         needed = pages * shape.page_bytes
         free = available_memory() if device is None else device.free_memory()
         if needed > free:
             raise LoadError(f"a KV pool of {pages} pages needs {needed} bytes, {free} are available; lower kv_pages")
-        self.spec = KVSpec(pages, shape.page_size, shape.page_bytes, shape.window)
+        dtype = str(shape.dtype).removeprefix("torch.")
+        self.spec = KVSpec(
+            pages, shape.page_size, shape.page_bytes, shape.window, dtype, len(shape.layers), shape.layout
+        )
         where = torch.device("cpu") if device is None else device.torch
-        whole = _zeros(needed) if where.type == "cpu" else torch.zeros(needed, dtype=torch.uint8, device=where)
+        self._descriptor: int | None = None
+        if where.type != "cpu":
+            whole = torch.zeros(needed, dtype=torch.uint8, device=where)
+        elif shared:
+            self._descriptor = os.memfd_create(MEMFD)
+            weakref.finalize(self, os.close, self._descriptor)
+            os.ftruncate(self._descriptor, needed)
+            whole = torch.frombuffer(mmap.mmap(self._descriptor, needed), dtype=torch.uint8)
+        else:
+            whole = _zeros(needed)
         self._store = whole.view(pages, shape.page_bytes)
         store = self._store.view(shape.dtype)
         views = []
@@ -85,6 +114,13 @@ class KVStore:
             else:
                 views.append(block.view(pages, shape.page_size, heads, size))
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(views[::2], views[1::2], strict=True))
+
+    def memory(self) -> KVMemory | None:
+        """See `compiled.step.Runner.kv_memory`."""
+        if self._store.device.type != "cpu":
+            return None
+        view = self._store.numpy().reshape(-1).data
+        return KVMemory(view, self.spec.pages, self.spec.page_bytes, self._descriptor)
 
     def copy(self, source: int, target: int) -> None:
         """All layers of page ``source`` to page ``target``."""

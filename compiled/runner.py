@@ -49,7 +49,7 @@ from compiled.parameters import DTYPES
 from compiled.profiling import Recorder
 from compiled.program import Forward
 from compiled.stages import HOST, Stages
-from compiled.step import KVSpec, Logprob, ModelSpec, Step, StepResult
+from compiled.step import KVMemory, KVSpec, Logprob, ModelSpec, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
 from compiled.weights import Report, cache_folder, has_weights, resolve
 
@@ -195,6 +195,9 @@ class CpuRunner:
     def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
         """Raises LoadError where the logits are not the expected ones."""
         return selfcheck.check(expected, self.kv.page_size, self.logits)
+
+    def kv_memory(self) -> KVMemory | None:
+        return self._store.memory()
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""

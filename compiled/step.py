@@ -169,12 +169,33 @@ class KVSpec:
     Page `PADDING_PAGE` is among them and is never handed out. With a ``window`` every layer attends to the last
     ``window`` tokens only (the token itself included), so older pages may be given back: `PADDING_PAGE`
     stands in their place in the page table.
+
+    ``dtype``, ``layers`` and ``layout`` say what the bytes of a page mean: see `compiled.kv_store.KVShape.layout`.
+    Requests may not need the last ``reserved`` of the pages, which whoever schedules keeps for other ends.
     """
 
     pages: int
     page_size: int
     page_bytes: int
     window: int | None = None
+    dtype: str = ""
+    layers: int = 0
+    layout: str = ""
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The bytes of a KV cache that lies in this machine's memory, for whoever moves whole pages of it.
+
+    ``view`` is writable and holds ``pages`` times ``page_bytes`` bytes, page after page. ``descriptor`` is of the
+    memfd which they are the beginning of, None where they are in none; it is closed with the cache.
+    """
+
+    view: memoryview
+    pages: int
+    page_bytes: int
+    descriptor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,4 +245,9 @@ class Runner(Protocol):
 
     def statistics(self) -> dict[str, float]:
         """A snapshot of counters, sizes in bytes and times in seconds, by name."""
+        ...
+
+    def kv_memory(self) -> KVMemory | None:
+        """None where other devices alone can reach it. No step that reads or writes a page may be in flight while
+        somebody else writes the same page."""
         ...

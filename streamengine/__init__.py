@@ -17,8 +17,9 @@ from streamengine.errors import (
     Unavailable,
     UnsupportedFeature,
 )
-from streamengine.log import Outcome, TextDelta, Timing, Usage
+from streamengine.log import Outcome, TextDelta, Usage
 from streamengine.sampling import SamplingParams
+from streamengine.timing import Timing
 
 __all__ = [
     "ContextLengthExceeded",

@@ -12,8 +12,9 @@ from streamengine.choice import Choice
 from streamengine.errors import EngineFailure, StreamEngineError
 from streamengine.histogram import SECONDS, Histogram
 from streamengine.link import Abort
-from streamengine.log import Log, Stopwatch, Timing
+from streamengine.log import Log
 from streamengine.request import QUEUE_TIMEOUT, Delta
+from streamengine.timing import Stopwatch, Timing
 
 LATENCIES = ("ttft", "queue", "prefill", "decode", "total")
 """Of `Timing`, in seconds; between two tokens of an answer it is ``inter_token``."""
@@ -68,6 +69,9 @@ class Answer:
         choice, finish = self.choices[delta.index], delta.finish
         if delta.queued_s is not None:
             self._start(delta.queued_s, delta.cached)
+        if delta.remote:
+            for one in self.choices:
+                one.stopwatch.remote_prefill = delta.remote
         if delta.prompt_logprobs:
             spelt = choice.spell(delta.prompt_logprobs)
             for log in self.logs:

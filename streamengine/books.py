@@ -14,7 +14,8 @@ from streamengine.groups import BeamSearch, fork, seats, seed_of
 from streamengine.guided.grammar import Constraint
 from streamengine.kv import KVPool
 from streamengine.prefix import Entry
-from streamengine.request import Event, Request, Sequence, State
+from streamengine.request import Delta, Event, Request, Sequence, State
+from streamengine.rows import continue_answer, delta_of
 from streamengine.speculation import Lookup
 from streamengine.waiting import WaitingQueue
 
@@ -38,7 +39,9 @@ class Books:
         self.requests: dict[int, list[Sequence]] = {}
         """The unfinished sequences of each request, oldest request first; beams in their order."""
         self.searches: dict[int, BeamSearch] = {}
-        self._window = window
+        self.holds: dict[str, tuple[int, ...]] = {}
+        """The page tables that transfers hold, each entry by itself: see `Landing`."""
+        self.window = window
         self._copied: tuple[int, ...] = ()
 
     def enter(self, request: Request, now: float, constraint: Constraint | None = None) -> Sequence:
@@ -57,12 +60,22 @@ class Books:
         sequence.lockstep = bool(request.beam_width) or sequence.lookup is not None
         return sequence
 
-    def queue(self, sequence: Sequence) -> None:
+    def queue(self, sequence: Sequence) -> list[Delta]:
+        """Let it wait; what its answer's beginning leads to without a step. Raises `InvalidRequest`."""
         request = sequence.request
+        begun = continue_answer(sequence) if request.answered else None
+        if begun is not None and begun.finish is not None:
+            return [delta_of(sequence, 0, begun.tokens, begun.finish, forced=begun.forced)]
         self.requests[request.id] = [sequence]
         if request.beam_width:
             self.searches[request.id] = BeamSearch(request)
-        self.waiting.push(sequence)
+        if sequence.begun:
+            self.waiting.push_front(sequence)  # its turn came already
+        else:
+            self.waiting.push(sequence)
+        if begun is None or not begun.tokens:
+            return []
+        return [delta_of(sequence, 0, begun.tokens, forced=begun.forced)]
 
     @property
     def seats(self) -> int:
@@ -83,7 +96,7 @@ class Books:
         Log-probabilities of a prompt need all of it to be computed.
         """
         prefix, request = self.pool.prefix, sequence.request
-        if prefix is None or sequence.chain is None:
+        if prefix is None or sequence.chain is None or sequence.landed:
             return []
         if request.prompt_logprobs is not None and sequence.scored < len(request.prompt) - 1:
             return []
@@ -94,11 +107,15 @@ class Books:
         pool, sequence = self.pool, self.waiting.pop()
         shared = tuple(entry.page for entry in found)
         pool.share(shared)  # before they could be evicted
-        pages = pool.take(pool.pages_for(len(sequence.tokens)) - len(found))
+        had = shared + sequence.landed
+        pages = pool.take(pool.pages_for(len(sequence.tokens)) - len(had))
         assert pages is not None, f"request {sequence.request.id} does not fit an empty pool"
-        sequence.pages = shared + tuple(pages)
-        sequence.computed = len(found) * pool.page_size
-        if pool.prefix is not None and sequence.chain is not None:
+        sequence.pages = had + tuple(pages)
+        sequence.computed = sequence.landed_tokens or len(found) * pool.page_size
+        if sequence.landed:
+            sequence.landed = ()
+            self.land(sequence, sequence.computed)
+        elif pool.prefix is not None and sequence.chain is not None:
             pool.prefix.enter(sequence.chain, found, len(sequence.tokens))
         sequence.since = step
         sequence.apply(Event.ADMIT)
@@ -168,8 +185,8 @@ class Books:
         pool = self.pool
         if pool.prefix is not None and sequence.chain is not None:
             pool.prefix.add(sequence.chain, sequence.tokens, sequence.pages, computed)
-        if self._window is not None:
-            gone = max(0, computed - self._window + 1) // pool.page_size
+        if self.window is not None:
+            gone = max(0, computed - self.window + 1) // pool.page_size
             pool.free(sequence.pages[:gone])
             sequence.pages = (PADDING_PAGE,) * gone + sequence.pages[gone:]
 
@@ -182,9 +199,27 @@ class Books:
         self.pool.free(self._copied)
         self._copied = ()
 
+    def hold(self, transfer: str, pages: tuple[int, ...]) -> None:
+        """``pages``, which are held already, are ``transfer``'s from now on."""
+        assert transfer not in self.holds, f"transfer {transfer} holds pages already"
+        self.holds[transfer] = pages
+
+    def drop(self, transfer: str) -> None:
+        """Give up what ``transfer`` holds, if anything."""
+        self.pool.free(self.holds.pop(transfer, ()))
+
+    @property
+    def held(self) -> int:
+        """Entries of the page tables that transfers hold, or that landed and wait for their sequence's turn."""
+        tables = chain(self.holds.values(), (sequence.landed for sequence in self.waiting))
+        return sum(len(pages) - pages.count(PADDING_PAGE) for pages in tables if pages)
+
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """They have ended."""
         for sequence in sequences:
+            if sequence.request.transfer and sequence.answered:
+                self.hold(sequence.request.transfer, sequence.pages)
+                self.pool.share(sequence.pages)
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
             sequence.apply(Event.FINISH)
@@ -197,16 +232,17 @@ class Books:
         self.running[:] = [sequence for sequence in self.running if sequence.state is State.RUNNING]
 
     def _vacate(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.pages)
+        self.pool.free(sequence.pages + sequence.landed)
         if sequence.copy_from is not None:
             self.pool.free((sequence.copy_from,))
-        sequence.pages, sequence.copy_from, sequence.computed = (), None, 0
+        sequence.pages, sequence.landed, sequence.copy_from, sequence.computed = (), (), None, 0
         if sequence.chain is not None:
             sequence.chain.restart()
 
     def has_started(self, request_id: int) -> bool:
-        """Whether a step was ever planned for the request."""
-        return any(s.preemptions or s.state is State.RUNNING for s in self.requests.get(request_id, ()))
+        """Whether a step was ever planned for the request, here or by whoever computed its prompt."""
+        here = self.requests.get(request_id, ())
+        return any(s.preemptions or s.begun or s.state is State.RUNNING for s in here)
 
     def check(self, max_num_seqs: int) -> None:
         """Prove that sequences, queues and pages agree."""
@@ -229,4 +265,5 @@ class Books:
         tables = [page for s in running for page in s.pages]
         assert all(tables.count(page) == 1 for page in written), "a page that is yet to be written is shared"
         copied = [s.copy_from for s in running if s.copy_from is not None]
-        self.pool.check(chain(tables, copied, self._copied))
+        held = chain(*self.holds.values(), *(s.landed for s in waiting))
+        self.pool.check(chain(tables, copied, self._copied, held))

@@ -8,12 +8,13 @@ from msgspec import structs
 
 from compiled.step import Logprob
 from streamengine.calls.parser import CallParser
-from streamengine.errors import QueueTimeout, StreamEngineError, from_code
+from streamengine.errors import InvalidRequest, QueueTimeout, StreamEngineError, from_code
 from streamengine.intake import Prompt
-from streamengine.log import Guided, Log, Outcome, Stopwatch, TokenLogprob
+from streamengine.log import Guided, Log, Outcome, TokenLogprob
 from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, FinishReason, Request
 from streamengine.sampling import SamplingParams
 from streamengine.text import Detokenizer, Entry
+from streamengine.timing import Stopwatch
 from streamengine.tokenizer import Tokenizer
 
 STOP_TOKEN_CAUSES = ("eos", "stop_token")
@@ -39,12 +40,13 @@ class Choice:
         schema: str | None = None,
         warnings: tuple[str, ...] = (),
         calls: CallParser | None = None,
+        continued: int = 0,
     ) -> None:
         self.log = log
         self.schema = schema
         self.unjudged: Outcome | None = None
         """It has ended, but for `judge`."""
-        self.stopwatch = Stopwatch(submitted)
+        self.stopwatch = Stopwatch(submitted, continued)
         self._detokenizer = detokenizer
         self._token_bytes = token_bytes
         self._keeps_stop = keeps_stop
@@ -52,11 +54,31 @@ class Choice:
         self._calls = calls
         self._logprobs: list[TokenLogprob] = []
         """Of tokens whose entries are held back."""
+        self._end_token: int | None = None
+        """It ended an answer that was begun elsewhere, as the core will say."""
 
     @property
     def over(self) -> bool:
         """Nothing more can come."""
         return self.log.ended or self.unjudged is not None
+
+    def begin(self, request: Request) -> None:
+        """What another engine answered: the text is made again, so the log is that of the whole answer.
+
+        Raises:
+            InvalidRequest: the answer ends before the last of these tokens.
+        """
+        tokens = request.answered
+        self.log.continued = len(tokens)
+        if request.sampling.logprobs is not None:
+            self.log.logprobs_after = len(tokens)
+        if tokens[-1] in request.stop_token_ids and not self._keeps_stop:
+            tokens, self._end_token = tokens[:-1], tokens[-1]
+        for index, token in enumerate(tokens):
+            if self._detokenizer.stop_sequence is not None:
+                text = f"token {index} of continues comes after the stop string that ends the answer"
+                raise InvalidRequest(text, param="continues")
+            self._append(self._detokenizer.push((token,)))
 
     def apply(self, delta: Delta, now: float, queue_s: float | None) -> None:
         """What one step did. It is `over` afterwards if ``delta`` has a finish or completes a stop string."""
@@ -65,11 +87,12 @@ class Choice:
         assert len(delta.logprobs) in (0, len(delta.tokens)), "a token without a log-probability"
         self._logprobs += self.spell(delta.logprobs)
         self.log.beam_score = delta.beam_score
-        tokens, end_token = delta.tokens, None
+        tokens, end_token = delta.tokens, self._end_token
         if finish is not None and finish.cause in STOP_TOKEN_CAUSES and tokens and not self._keeps_stop:
             tokens, end_token = tokens[:-1], tokens[-1]
         self._append(self._detokenizer.push(tokens))
-        if finish is not None:
+        # What is held when a server shuts down is not final: another server may go on with the answer.
+        if finish is not None and finish.cause != "shutdown":
             self._append(self._detokenizer.finish(end_token, cut=finish.reason != "stop"))
         # A stop string that the last allowed token completes comes before the length.
         if self._detokenizer.stop_sequence is not None:
@@ -110,8 +133,9 @@ class Choice:
         for after, call in self._detokenizer.switches:
             self.log.switch(after, call)
         self._detokenizer.switches.clear()
-        self.log.append(entries, self._logprobs[: len(entries)])
-        del self._logprobs[: len(entries)]
+        told = len(entries) - max(0, self.log.logprobs_after - len(self.log)) if self._logprobs else 0
+        self.log.append(entries, self._logprobs[:told])
+        del self._logprobs[:told]
 
     def _finish(self, finish: Finish, now: float, queue_s: float | None) -> None:
         if finish.reason == "error":
@@ -148,7 +172,7 @@ class Choice:
 def open_choices(
     request: Request, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, submitted: float
 ) -> list[Choice]:
-    """One for each answer that ``request`` draws, with an empty log."""
+    """One for each answer that ``request`` draws, with an empty log: see `Choice.begin`."""
     return [_open_choice(request, prompt, params, tokenizer, submitted) for _ in range(request.n)]
 
 
@@ -165,8 +189,10 @@ def _open_choice(
         decode, request.prompt, params.stop, min_tokens=params.min_tokens, include_stop=keeps_stop, calls=calls
     )
     json = grammar is not None and grammar.kind == "json_schema"
+    log = Log("st_" + secrets.token_urlsafe(16), len(request.prompt), json=json)
+    log.seed = request.sampling.seed
     return Choice(
-        Log("st_" + secrets.token_urlsafe(16), len(request.prompt), json=json),
+        log,
         detokenizer,
         submitted,
         tokenizer.token_bytes,
@@ -174,4 +200,5 @@ def _open_choice(
         grammar.text if grammar is not None and grammar.lenient else None,
         prompt.warnings,
         calls,
+        len(request.answered),
     )

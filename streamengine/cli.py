@@ -21,14 +21,15 @@ from typer.exceptions import TyperException
 from streamengine import bench as benchmark
 from streamengine import chat as conversation
 from streamengine import doctor as machine
-from streamengine import kernels, precompile, replay, scenarios
-from streamengine.config import EngineConfig, ServerConfig
+from streamengine import fleet, kernels, precompile, replay, scenarios
+from streamengine.config import EngineConfig, ServerConfig, TransferConfig
 from streamengine.engine import Result, Stream
 from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.generate import Asked
 from streamengine.guided import command as guided
 from streamengine.guided.values import ValueTracker
-from streamengine.intake import Asked
-from streamengine.options import ENGINE, SAMPLING, SERVER, takes
+from streamengine.options import ENGINE, SAMPLING, SERVER, TRANSFER, takes
+from streamengine.planner import command as planner
 from streamengine.sampling import SamplingParams
 from streamengine.server import run as server_run
 from streamengine.terminal import StartupProgress, open_engine
@@ -127,14 +128,16 @@ def chat(
 
 
 @app.command()
-@takes(ENGINE, SERVER)
+@takes(ENGINE, SERVER, TRANSFER)
 def serve(
     config: EngineConfig,
     server: ServerConfig,
+    transfer: TransferConfig,
     *,
     restart: Annotated[bool, typer.Option("--restart", help="Start a new core when one dies, and go on.")] = False,
 ) -> None:
     """Serve WebSockets, HTTP and a web page until SIGTERM or Ctrl-C, then drain."""
+    config = msgspec.structs.replace(config, transfer=transfer)
     with StartupProgress() as progress:
 
         def ready(url: str) -> None:
@@ -163,12 +166,14 @@ def bench(
         benchmark.Scenario, typer.Argument(help="What to measure; steps are held against this machine's ceilings.")
     ] = "steps",
 ) -> None:
-    """Time steps, a start, the scheduler, cached prefixes, guesses, grammars or the server; the last line is JSON."""
+    """Time steps, a start, the scheduler, prefixes, guesses, grammars, the server or a split; the last line is JSON."""
     with StartupProgress() as progress:
         benchmark.run(scenario, config, progress, typer.echo)
 
 
+app.command("ray")(fleet.command)
 app.command("replay")(replay.command)
+app.command("plan")(planner.command)
 app.add_typer(guided.app, name="guided")
 app.command("compile")(precompile.compile_model)
 app.add_typer(precompile.app)

@@ -87,9 +87,10 @@ def model_folder(config: EngineConfig, report: Callable[[Progress], None]) -> st
 def _runner_options(config: EngineConfig) -> Any:
     from compiled.runner import RunnerOptions
 
-    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs"}  # graphs: for benchmarks
+    names = RunnerOptions.__dataclass_fields__.keys() - {"threads", "graphs", "shared_kv"}
     shared = {name: getattr(config, name) for name in names}
-    return RunnerOptions(threads=config.threads or default_threads(), **shared)
+    shared_kv = config.transfer is not None and config.transfer.kv_transport == "shared_memory"
+    return RunnerOptions(threads=config.threads or default_threads(), shared_kv=shared_kv, **shared)
 
 
 def _report(report: Callable[[Progress], None]) -> Callable[[str, float, float], None]:

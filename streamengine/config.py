@@ -15,6 +15,70 @@ Count = Annotated[int, Meta(ge=1, le=MANY)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill apart from decode: which part of it this engine has. Times in seconds.
+
+    An address is ``unix:PATH`` or ``HOST:PORT``. Whoever can connect to one can have prompts computed and read the KV
+    cache: there is no authentication, so it belongs on a private network.
+
+    Args:
+        role: ``prefill`` computes prompts for other engines, and nothing else; ``decode`` answers requests, whose
+            prompts its peers may compute; ``both`` does what its addresses allow.
+        listen: address where other engines bring prompts.
+        peers: addresses of engines that compute prompts for this one.
+        prefill_threshold: prompt tokens without those in the prefix cache from which on a peer computes a prompt;
+            None: from where that was observed to take half the time of this engine's own steps, or less.
+        on_load_failure: whether a request whose remote prefill fails is computed here, or ends in an error; None
+            recomputes where all peers are on this machine, and fails elsewhere, where to be slow without a word would
+            hide a fault of a network.
+        lease_s: a peer gives pages up that nobody has asked for within this time.
+        transfer_deadline_s: a request whose prompt is not here by then goes on without.
+        kv_transport: how pages move: ``shared_memory`` on one machine, ``nixl`` anywhere.
+        name: of this engine, for its peers; None draws one at each start.
+    """
+
+    role: Literal["both", "prefill", "decode"] = "both"
+    listen: Text | None = None
+    peers: tuple[Text, ...] = ()
+    prefill_threshold: Count | None = None
+    on_load_failure: Literal["recompute", "fail"] | None = None
+    lease_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
+    transfer_deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    kv_transport: Literal["shared_memory", "nixl"] = "shared_memory"
+    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+    def __post_init__(self) -> None:
+        settle(self, StartupError)
+        wanted = {"prefill": "listen", "decode": "peers"}.get(self.role)
+        if wanted is not None and not getattr(self, wanted):
+            raise StartupError(f"role {self.role} needs {wanted}, addresses of engines", param=wanted)
+        unwanted = {"prefill": {"peers"}, "decode": {"listen"}}.get(self.role, set())
+        if not self.peers:
+            unwanted |= {"prefill_threshold", "on_load_failure", "lease_s", "transfer_deadline_s"}
+        if self.alone:
+            unwanted |= {"kv_transport", "name"}
+        for field in structs.fields(self):
+            if field.name in unwanted and getattr(self, field.name) != field.default:
+                without = f"role {self.role}, " + ("" if self.peers else "without peers, ")
+                raise StartupError(f"{without}has no use for {field.name}", param=field.name)
+        for address in (*self.peers, *((self.listen,) if self.listen else ())):
+            host, _, port = address.rpartition(":")
+            if not (address.startswith("unix:") and len(address) > 5) and not (host and port.isdecimal()):
+                raise StartupError(f"{address!r} is neither unix:PATH nor HOST:PORT", param="peers")
+
+    @property
+    def alone(self) -> bool:
+        """It has nothing to do with other engines."""
+        return self.listen is None and not self.peers
+
+    @property
+    def recomputes(self) -> bool:
+        """See ``on_load_failure``."""
+        if self.on_load_failure is None:
+            return all(peer.startswith("unix:") for peer in self.peers)
+        return self.on_load_failure == "recompute"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that the core needs to build a runner and a scheduler.
 
@@ -47,6 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         trace: file that records what the scheduler saw and decided, for `streamengine replay`.
         trace_text: record token ids as well; without, a trace holds lengths only.
         offline: never look anything up on the network.
+        transfer: this engine's part in prefill apart from decode; None: it is alone.
     """
 
     model: Text = DEFAULT_MODEL
@@ -73,6 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace: Text | None = None
     trace_text: bool = False
     offline: bool = False
+    transfer: TransferConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "trace"):
@@ -87,6 +153,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.trace_text and self.trace is None:
             raise StartupError("trace_text needs trace, the name of a file", param="trace")
+        if self.transfer is not None and self.transfer.alone:
+            structs.force_setattr(self, "transfer", None)
+        if self.trace is not None and self.transfer is not None:
+            raise StartupError("a trace is of one engine alone: it cannot be with transfer", param="trace")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,6 @@ has ended.
 import dataclasses
 import gc
 import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -22,12 +21,12 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compiled.step import Handle, KVSpec, LoadError, ModelSpec, Runner, Step
+from compiled.step import Handle, LoadError, Runner, Step
+from streamengine.assembly import build_scheduler, told
 from streamengine.config import EngineConfig
-from streamengine.errors import EngineFailure, InvalidRequest, StreamEngineError
-from streamengine.guided.grammar import MakeMasks
+from streamengine.errors import EngineFailure, InvalidRequest, StartupError, StreamEngineError
+from streamengine.guided.grammar import Constraint
 from streamengine.histogram import COUNTS, SECONDS, Histogram
-from streamengine.kv import KVPool
 from streamengine.link import (
     Abort,
     AskProfile,
@@ -47,12 +46,12 @@ from streamengine.link import (
     Submit,
     ToCore,
 )
-from streamengine.pace import Pace
-from streamengine.prefix import PrefixCache
 from streamengine.profiling import Profiling
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
 from streamengine.trace import Tracer
+from streamengine.transfer.connector import Connector
+from streamengine.transfer.opening import build_connector, open_worker, reserve
 
 if TYPE_CHECKING:
     from streamengine.guided.guide import Guide
@@ -121,53 +120,31 @@ def _start(
             link.send(Failed("startup", f"the trace cannot be written: {_one_line(error)}"))
             return None
         stack.callback(tracer.close)
+    kv, opened = runner.kv, None
+    if config.transfer is not None:
+        kv = reserve(config.transfer, kv)
+        try:
+            opened = open_worker(config.transfer, model, kv, runner.kv_memory())
+        except StartupError as error:
+            link.send(Failed("startup", _one_line(error)))
+            return None
+        stack.callback(opened[1].close)
     if threading.current_thread() is threading.main_thread():
         # What is loaded by now stays; no collection needs to walk it again. In a thread the process is
         # somebody else's, and so is its garbage.
         gc.collect()
         gc.freeze()
     ledger = runner.statistics()
-    _logger.info("memory: %s", _memory(ledger, runner.kv))
-    link.send(Ready(model=model, kv=runner.kv, ledger=ledger))
+    _logger.info("memory: %s", told(ledger, kv))
+    link.send(Ready(model=model, kv=kv, ledger=ledger))
     # numpy and the grammar engine take longer to import than all else that the command line needs of this module.
     from streamengine.guided.guide import Guide, load_vocabulary
 
     guide = stack.enter_context(closing(Guide(partial(load_vocabulary, model))))
-    scheduler = build_scheduler(config, model, runner.kv, guide.mask)
+    scheduler = build_scheduler(config, model, kv, guide.mask)
+    transfer = None if opened is None else build_connector(config, model, kv, opened, scheduler.landing)
     profiling = Profiling(runner, model, eager=config.eager)
-    return _Core(link, runner, scheduler, guide, profiling, clock, tracer, debug=config.debug)
-
-
-def build_scheduler(config: EngineConfig, model: ModelSpec, kv: KVSpec, mask: MakeMasks | None = None) -> Scheduler:
-    """The scheduler that a core with ``config`` runs. Two of them decide alike, but share no digests of prefixes."""
-    budget = config.max_num_batched_tokens
-    prefix = None
-    if config.enable_prefix_caching:
-        prefix = PrefixCache(
-            page_size=kv.page_size,
-            pages=kv.pages - 1,
-            identity=(model.folder, model.architecture, model.dtype),
-            secret=secrets.token_bytes(32),
-            quota=config.prefix_quota,
-        )
-    return Scheduler(
-        KVPool(kv.pages, kv.page_size, prefix, debug=config.debug),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=model.max_model_len,
-        max_queue=config.max_queue,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        pace=None if config.target_itl_ms is None else Pace(config.target_itl_ms / 1000, budget),
-        ageing_s=config.priority_ageing_s,
-        window=kv.window,
-        mask=mask,
-    )
-
-
-def _memory(ledger: dict[str, float], kv: KVSpec) -> str:
-    parts = {name: ledger.get(f"{name}_bytes", 0) for name in ("weights", "step", "kv")}
-    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items())
-    return f"{sizes} ({kv.pages:,} pages of {kv.page_size} tokens)"
+    return _Core(link, runner, scheduler, guide, profiling, clock, tracer, transfer, debug=config.debug)
 
 
 class _Core:
@@ -180,6 +157,7 @@ class _Core:
         profiling: Profiling,
         clock: Callable[[], float],
         tracer: Tracer | None,
+        transfer: Connector | None,
         *,
         debug: bool,
     ) -> None:
@@ -192,6 +170,7 @@ class _Core:
         """Requests whose grammar is in the making, and when they came."""
         self._clock = clock
         self._tracer = tracer
+        self._transfer = transfer
         self._debug = debug
         self._in_flight: deque[tuple[Step, Handle]] = deque()
         self._deltas: list[Delta] = []
@@ -202,6 +181,7 @@ class _Core:
     def run(self, messages: list[ToCore]) -> None:
         while self._take(messages):
             self._admit_guided()
+            self._exchange()
             self._launch()
             self._land()
             self._flush()
@@ -210,7 +190,8 @@ class _Core:
                 self._link.send(Failed(EngineFailure.code, f"{self._failures} steps in a row failed"))
                 return
             messages = self._receive()
-        for request in (*self._unguided, *self._scheduler.unfinished):
+        waiting = () if self._transfer is None else self._transfer.unfinished
+        for request in (*self._unguided, *waiting, *self._scheduler.unfinished):
             self._abort(request, "shutdown")
         while self._in_flight:
             self._land()
@@ -229,7 +210,9 @@ class _Core:
             if messages := self._link.receive(block=False):
                 return messages
         with self._guide.resting():
-            return self._link.receive(block=True)
+            if self._transfer is None:
+                return self._link.receive(block=True)
+            return self._link.receive(block=True, beside=self._transfer, most_s=self._transfer.wait_s(self._clock()))
 
     def _take(self, messages: list[ToCore]) -> bool:
         """Act on ``messages``; False when the loop is to be left."""
@@ -261,7 +244,7 @@ class _Core:
             self._tracer.submitted(request, now)
         try:
             if request.grammar is None:
-                self._scheduler.submit(request, now)
+                self._queue(request, now)
             else:
                 self._scheduler.check_room(request, now, len(self._unguided))
                 self._guide.start(request.id, request.grammar, request.tenant, now)
@@ -282,9 +265,19 @@ class _Core:
                         f"the shortest answer takes {shortest} tokens, max_tokens is {request.max_tokens}",
                         param="max_tokens",
                     )
-                self._scheduler.submit(request, arrival, outcome)
+                self._queue(request, arrival, outcome)
             except StreamEngineError as error:
                 self._refuse(request, error)
+
+    def _queue(self, request: Request, arrival: float, constraint: Constraint | None = None) -> None:
+        if self._transfer is None:
+            told = self._scheduler.submit(request, arrival, constraint)
+        else:
+            sequence = self._scheduler.check_room(request, arrival, len(self._transfer), constraint)
+            told = self._transfer.submit(sequence, self._clock())
+        self._deltas += told
+        if self._tracer and any(delta.finish for delta in told):
+            self._tracer.aborted(request.id, "ended", self._clock())
 
     def _refuse(self, request: Request, error: StreamEngineError) -> None:
         self._end(request, Finish("error", error.code, error.message, error.param))
@@ -300,7 +293,20 @@ class _Core:
         # An answer by itself ends only where it has begun, as in the scheduler.
         if index is None and self._guide.cancel(request):
             self._end(self._unguided.pop(request)[0], Finish("cancelled", cause))
+        if self._transfer is not None:
+            self._deltas += self._transfer.cancel(request, cause, index)
         self._deltas += self._scheduler.abort(request, cause, index)
+
+    def _exchange(self) -> None:
+        """Between two steps: what other engines want and bring."""
+        if self._transfer is None:
+            return
+        turn = self._transfer.turn(self._clock(), [step.number for step, _ in self._in_flight])
+        self._deltas += turn.deltas
+        for request in turn.submit:
+            self._submit(request)
+        for id in turn.abort:
+            self._abort(id, "released")
 
     def _launch(self) -> None:
         """Plan and submit until as many steps are in flight as the runner takes."""
@@ -332,6 +338,8 @@ class _Core:
         else:
             self._failures = 0
             self._step_s.observe(result.seconds)
+            if self._transfer is not None:
+                self._transfer.observe(step, result.seconds)
             self._note(step, result.seconds, self._scheduler.commit(step, result))
 
     def _fail(self, step: Step, error: Exception) -> None:
@@ -349,11 +357,15 @@ class _Core:
         """With ``debug``: what is read of a freed page is NaN, and the books balance between any two steps."""
         if self._debug:
             self._scheduler.check()
+            if self._transfer is not None:
+                self._transfer.check()
             freed = self._scheduler.drain_freed()
             if poison := getattr(self._runner, "poison", None):
                 poison(freed)
 
     def _flush(self) -> None:
+        if self._transfer is not None and self._deltas:
+            self._deltas = self._transfer.told(self._deltas, self._clock())
         if self._deltas:
             self._link.send(Deltas(tuple(self._deltas)))
             self._deltas.clear()
@@ -363,6 +375,7 @@ class _Core:
         return {
             **self._scheduler.statistics(),
             **self._guide.statistics(),
+            **({} if self._transfer is None else self._transfer.statistics()),
             "failed_steps": self._failed_steps,
             **self._step_s.statistics("step_s"),
             **self._step_rows.statistics("step_rows"),

@@ -23,8 +23,9 @@ from streamengine.answer import Answer, Answers
 from streamengine.choice import Choice, open_choices
 from streamengine.config import EngineConfig
 from streamengine.errors import EngineFailure, Overloaded, ShuttingDown, StartupError, StreamEngineError, Unavailable
+from streamengine.generate import Asked, Generate
 from streamengine.guided.leniency import Judges
-from streamengine.intake import Asked, Generate, Intake
+from streamengine.intake import Intake
 from streamengine.link import (
     Configure,
     Deltas,
@@ -88,10 +89,8 @@ class Engine:
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.config = config
-        self.epoch = ""
-        """Changes with every core: an answer does not outlive its own."""
-        self.progress: Progress | None = None
-        """The last start-up message."""
+        self.epoch = ""  # changes with every core: an answer does not outlive its own
+        self.progress: Progress | None = None  # the last start-up message
         self._connect = connect
         self._load_tokenizer = load_tokenizer
         self._restart = restart
@@ -176,8 +175,7 @@ class Engine:
         return await self._submit(generate, single=False)
 
     def abort(self, log: Log, cause: str = "client") -> None:
-        """End a request, with all its answers. Its logs end when its pages are free. Never blocks; what has
-        ended stays so."""
+        """End a request, with all its answers. Its logs end when its pages are free. Never blocks."""
         # Finalizers call this, in whatever thread: no more than a look and a post.
         self._post(*self._answers.abort(log, cause))
 
@@ -237,13 +235,15 @@ class Engine:
         try:
             with self._admitted():
                 prompt = await self.intake.read(generate, single=single)
+                self._submitted += 1
+                request = self.intake.request(self._submitted, prompt, generate, secrets.randbelow(MAX_SEED + 1))
+                choices = open_choices(request, prompt, generate.sampling, self.intake.tokenizer, submitted)
+                if request.answered:
+                    await self.intake.aside(lambda: choices[0].begin(request), len(request.answered))
             self._check_ready()  # it may have changed meanwhile
-            self._submitted += 1
-            request = self.intake.request(self._submitted, prompt, generate, secrets.randbelow(MAX_SEED + 1))
         except StreamEngineError as error:
             self._refused[error.code] += 1
             raise
-        choices = open_choices(request, prompt, generate.sampling, self.intake.tokenizer, submitted)
         answer = Answer(request.id, choices, submitted, generate.queue_s, generate.total_s)
         self._post(Submit(request))  # first: what cannot be posted is not here either
         self._answers.add(answer)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from streamengine.kv import KVPool
-from streamengine.request import MAX_SEED, Finish, Request, Sequence
+from streamengine.request import MAX_SEED, Delta, Finish, Request, Sequence
 
 STOP_TOKEN = Finish("stop", "stop_token")
 MAX_TOKENS = Finish("length", "max_tokens")
@@ -53,6 +53,17 @@ class Hypothesis:
     total: float
     score: float
     finish: Finish
+
+    def told(self, request: Request, index: int) -> Delta:
+        """As answer ``index`` of ``request``."""
+        return Delta(
+            request=request.id,
+            tokens=self.tokens,
+            computed=len(request.prompt),
+            finish=self.finish,
+            index=index,
+            beam_score=self.score,
+        )
 
 
 @dataclass(frozen=True, slots=True)

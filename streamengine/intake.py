@@ -4,23 +4,23 @@ Refuses here, before the core sees anything, whatever a request can be refused f
 up the event loop: what takes longer than a few milliseconds runs in a worker thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
-from typing import Annotated, Any, TypedDict
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import msgspec
-from msgspec import Meta, structs
+from msgspec import structs
 
 from compiled.step import KVSpec, ModelSpec, Sampling
 from streamengine.calls.conversation import characters
 from streamengine.calls.format import CallFormat, Tool
-from streamengine.checks import settle, shown
+from streamengine.checks import shown
 from streamengine.config import EngineConfig
 from streamengine.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from streamengine.generate import Generate
 from streamengine.guided.formats import read_format
 from streamengine.guided.grammar import Grammar
 from streamengine.guided.leniency import left_out
@@ -32,76 +32,16 @@ from streamengine.tokenizer import Tokenizer, read_messages
 INLINE_CHARACTERS = 4096
 """Above, tokenizing takes more than about a millisecond. What a template takes for messages nobody knows."""
 
+INLINE_TOKENS = 200
+"""The same, of tokens whose text is made."""
+
 WORKER_THREADS = 2
 
-MAX_PRIORITY = 100
-"""Either way. Ageing makes up for it in `EngineConfig.priority_ageing_s` times so much."""
+T = TypeVar("T")
 
-Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 MAX_PROMPT_LOGPROBS_BYTES = 32 * 1024 * 1024
 LOGPROB_BYTES = 200
 """What one log-probability with its token costs in memory."""
-
-
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user asks. Exactly one of ``prompt``, ``messages`` and ``token_ids``.
-
-    Args:
-        prompt: plain text, without a template.
-        messages: for the model's chat template: ``{"role": …, "content": …}``.
-        token_ids: taken as they are.
-        queue_s: seconds until the first step at most; then the request ends in `QueueTimeout`.
-        total_s: seconds until the end at most; then it is cancelled, with the cause ``timeout``.
-        priority: a higher one goes first; waiting raises it.
-        tenant: on whose behalf. Tenants share the engine fairly and see nothing of each other's cached prefixes.
-        response_format: what the answer must look like, e.g. ``{"type": "json_schema", "json_schema": {"schema":
-            {…}}}``; see `streamengine.guided.formats`. Every token keeps to it, so an answer that ends with ``stop``
-            is valid; one that ends with ``length`` is the beginning of a valid one.
-        close_document: complete the answer while ``max_tokens`` still allows it, so that it always ends with ``stop``.
-        tools: what the model may call, in OpenAI's shape; needs ``messages``. An answer that ends with ``tool_calls``
-            has whole calls of these, and their arguments keep to the schemas.
-        tool_choice: ``auto``, ``none``, ``required``, or the one tool to call.
-        parallel_tool_calls: False is one call at most.
-
-    Raises:
-        InvalidRequest: a field of the wrong type or out of range; messages and ids are looked at by `Intake`.
-    """
-
-    prompt: str | None = None
-    messages: Sequence[dict[str, Any]] | None = None
-    token_ids: Sequence[int] | None = None
-    sampling: SamplingParams = SamplingParams()
-    queue_s: Seconds | None = None
-    total_s: Seconds | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    tenant: Annotated[str, Meta(max_length=256)] = ""
-    response_format: Mapping[str, Any] | None = None
-    close_document: bool = False
-    tools: Sequence[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.sampling, SamplingParams):
-            raise InvalidRequest(f"sampling must be SamplingParams, not {shown(self.sampling)}", param="sampling")
-        settle(self, InvalidRequest)
-
-
-class Asked(TypedDict, total=False):
-    """The fields of `Generate` but ``prompt``, as keyword arguments."""
-
-    messages: Sequence[dict[str, Any]] | None
-    token_ids: Sequence[int] | None
-    sampling: SamplingParams
-    queue_s: float | None
-    total_s: float | None
-    priority: int
-    tenant: str
-    response_format: Mapping[str, Any] | None
-    close_document: bool
-    tools: Sequence[Any] | None
-    tool_choice: Any
-    parallel_tool_calls: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +67,16 @@ class Intake:
     def __init__(self, config: EngineConfig, model: ModelSpec, kv: KVSpec, tokenizer: Tokenizer) -> None:
         self._config = config
         self._kv = kv
-        self.limit = min(model.max_model_len, (kv.pages - 1) * kv.page_size + 1)
+        self._pages = kv.pages - 1 - kv.reserved
+        self.limit = min(model.max_model_len, self._pages * kv.page_size + 1)
         self.tokenizer = tokenizer
         self._vocab_size = model.vocab_size
         self._eos = model.eos_token_ids
         self._limiter = anyio.CapacityLimiter(WORKER_THREADS)
+
+    async def aside(self, work: Callable[[], T], tokens: int) -> T:
+        """What ``work`` gives, which takes some microseconds for each of so many ``tokens``."""
+        return work() if tokens <= INLINE_TOKENS else await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
     async def read(self, generate: Generate, *, single: bool) -> Prompt:
         """Check what can be checked without the prompt, and tokenize.
@@ -140,11 +85,15 @@ class Intake:
             InvalidRequest: no or more than one kind of prompt, an empty one, ids outside of the vocabulary, more
                 answers than `EngineConfig` allows, or messages that the template refuses.
             ContextLengthExceeded: no token of an answer would fit behind it.
-            UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is.
+            UnsupportedFeature: messages with parts that are no text; more than one answer where ``single`` is; an
+                engine that has none of its own.
             GrammarError: a schema that is none, or over a limit. What the grammar engine refuses, the core says.
         """
+        if self._config.transfer is not None and self._config.transfer.role == "prefill":
+            raise UnsupportedFeature("this engine has role prefill: it computes prompts for its peers, and no answers")
         self._check_answers(generate.sampling, single)
         self._check_vocabulary(generate.sampling)
+        self._check_continues(generate)
         name = _the_one_given(generate)
         value, words = getattr(generate, name), generate.sampling.bad_words
 
@@ -201,6 +150,7 @@ class Intake:
             tenant=generate.tenant,
             priority=generate.priority,
             grammar=prompt.grammar,
+            answered=self._answered(generate, self._max_tokens(params, len(prompt.ids))),
         )
 
     def _max_tokens(self, params: SamplingParams, prompt: int) -> int:
@@ -220,7 +170,7 @@ class Intake:
         # Answers to one prompt share its pages but the one of its last token; each has its own from there on.
         answers, size = max(params.answers, params.beam_width), self._kv.page_size
         shared, rest = divmod(prompt - 1, size)
-        room = min(room, (self._kv.pages - 1 - shared) // answers * size - rest)
+        room = min(room, (self._pages - shared) // answers * size - rest)
         if room < max(params.min_tokens, 1):
             name = "beam_width" if params.beam_width else "n" if params.best_of is None else "best_of"
             raise ContextLengthExceeded(
@@ -231,6 +181,27 @@ class Intake:
                 room=max(room, 0),
             )
         return room
+
+    def _check_continues(self, generate: Generate) -> None:
+        tokens, params = generate.continues, generate.sampling
+        if tokens is None:
+            return
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes) or not tokens:
+            raise InvalidRequest("continues must be a list of at least one id", param="continues")
+        if params.answers > 1 or params.beam_width:
+            name = "beam_width" if params.beam_width else "n" if params.best_of is None else "best_of"
+            raise UnsupportedFeature(f"{name} cannot be combined with continues: it is one answer", param="continues")
+        if params.prompt_logprobs is not None:
+            text = "prompt_logprobs cannot be combined with continues: they belong to the answer's beginning"
+            raise UnsupportedFeature(text, param="continues")
+        self.check_ids(tokens, "continues")
+
+    def _answered(self, generate: Generate, max_tokens: int) -> tuple[int, ...]:
+        answered = self.check_ids(generate.continues or (), "continues")
+        if len(answered) > max_tokens:
+            text = f"continues has {len(answered)} tokens; the answer has at most {max_tokens}"
+            raise InvalidRequest(text, param="continues", tokens=len(answered), max_tokens=max_tokens)
+        return answered
 
     def _check_answers(self, params: SamplingParams, single: bool) -> None:
         bounds = {"max_n": self._config.max_n, "max_num_seqs": self._config.max_num_seqs}

@@ -11,12 +11,13 @@ in a task that never waits for its writer, so the two cannot block each other). 
 blocks; what bounds it is what the engine admits, `EngineConfig.max_queue` requests and one abort each.
 """
 
+import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from math import ceil
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -25,23 +26,14 @@ import msgspec
 from compiled.step import KVSpec, ModelSpec
 from compiled.timeline import Measure
 from streamengine.config import EngineConfig
+from streamengine.frames import Frames, encode, pack
+from streamengine.frames import LinkBroken as LinkBroken
+from streamengine.frames import LinkClosed as LinkClosed
 from streamengine.profile.record import Profile
 from streamengine.request import Delta, Request
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_PREFIX = struct.Struct("!I")
 _CHUNK_BYTES = 256 * 1024
-
-Message = TypeVar("Message")
-
-
-class LinkClosed(Exception):
-    """The other end is gone, or this one was closed."""
-
-
-class LinkBroken(LinkClosed):
-    """What came is no message: the two ends do not mean the same, or the stream is out of step."""
-
 
 # engine → core
 
@@ -138,56 +130,15 @@ class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
 FromCore = Progress | Ready | Failed | Deltas | Statistics | Profiled
 
 
-class _Frames(Generic[Message]):
-    """Bytes in, whole messages out."""
-
-    def __init__(self, messages: object) -> None:
-        self._bytes = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(messages)
-
-    def feed(self, data: bytes) -> list[Message]:
-        """All messages that ``data`` completes. No data is the stream's end.
-
-        Raises:
-            LinkClosed: at the end of the stream; `LinkBroken` where it makes no sense.
-        """
-        if not data:
-            raise LinkClosed("closed in the middle of a frame" if self._bytes else "closed by the other end")
-        self._bytes += data
-        messages: list[Message] = []
-        begin = 0
-        while len(self._bytes) - begin >= _PREFIX.size:
-            (length,) = _PREFIX.unpack_from(self._bytes, begin)
-            if length > MAX_FRAME_BYTES:
-                raise LinkBroken(f"a frame of {length} bytes: the stream is out of step")
-            end = begin + _PREFIX.size + length
-            if len(self._bytes) < end:
-                break
-            try:
-                messages += self._decoder.decode(bytes(self._bytes[begin + _PREFIX.size : end]))
-            except msgspec.MsgspecError as error:
-                raise LinkBroken(f"a frame that cannot be decoded: {error}") from error
-            begin = end
-        del self._bytes[:begin]
-        return messages
-
-
-def _pack(messages: list[msgspec.Raw]) -> bytes:
-    body = msgspec.msgpack.encode(messages)
-    return _PREFIX.pack(len(body)) + body
-
-
-def _encode(message: ToCore | FromCore) -> msgspec.Raw:
-    """Raises `TypeError`, `ValueError` or `OverflowError` for what cannot travel."""
-    body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_FRAME_BYTES - 8:  # the list around it
-        raise ValueError(f"a message of {len(body)} bytes")
-    return msgspec.Raw(body)
-
-
 def link_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets: the engine's (for `FrontLink.open`) and the core's (for `CoreLink`)."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+class HasFileno(Protocol):
+    """Something that can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 class CoreLink:
@@ -196,15 +147,22 @@ class CoreLink:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._frames: _Frames[ToCore] = _Frames(list[ToCore])
+        self._frames: Frames[ToCore] = Frames(list[ToCore], MAX_FRAME_BYTES)
 
-    def receive(self, block: bool) -> list[ToCore]:
-        """All messages that are there; with ``block`` at least one.
+    def receive(self, block: bool, beside: HasFileno | None = None, most_s: float | None = None) -> list[ToCore]:
+        """All messages that are there; with ``block`` at least one, or none where ``beside`` can be read from, or
+        ``most_s`` seconds have passed, before.
 
         Raises:
             LinkClosed: nothing is left to read and the engine's end is closed.
         """
         messages: list[ToCore] = []
+        if block and beside is not None:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            poll.register(beside, select.POLLIN)
+            poll.poll(None if most_s is None else ceil(1000 * most_s))
+            block = False
         while True:
             wait = block and not messages
             try:
@@ -226,7 +184,7 @@ class CoreLink:
             LinkClosed: the engine's end is closed.
         """
         try:
-            self._sock.sendall(_pack([_encode(message)]))
+            self._sock.sendall(pack([encode(message, MAX_FRAME_BYTES)]))
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
@@ -242,7 +200,7 @@ class FrontLink:
 
     def __init__(self, stream: anyio.abc.ByteStream) -> None:
         self._stream = stream
-        self._frames: _Frames[FromCore] = _Frames(list[FromCore])
+        self._frames: Frames[FromCore] = Frames(list[FromCore], MAX_FRAME_BYTES)
         self._inbox: deque[FromCore] = deque()
         self._outbox: deque[msgspec.Raw] = deque()
         self._posted = anyio.Event()
@@ -257,14 +215,14 @@ class FrontLink:
     def post(self, *messages: ToCore) -> None:
         """Append to the outbox, in order. Never blocks; after the end it does nothing.
 
-        A message that cannot be encoded is the poster's error, and nobody else's: see `_encode`.
+        A message that cannot be encoded is the poster's error, and nobody else's: see `encode`.
         Safe in a finalizer, which the garbage collector may run in any thread. An event must not be set
         from another thread, so such a message leaves with the next one that this thread posts or receives.
         An abort, the one message that finalizers post, is for a request that is about to send deltas.
         """
         if self._closed:
             return
-        self._outbox.extend([_encode(message) for message in messages])
+        self._outbox.extend([encode(message, MAX_FRAME_BYTES) for message in messages])
         if threading.get_ident() == self._thread:
             self._posted.set()
 
@@ -279,7 +237,7 @@ class FrontLink:
                 while self._outbox and (size := size + len(memoryview(messages[-1]))) < _CHUNK_BYTES:
                     messages.append(self._outbox.popleft())
                 try:
-                    await self._stream.send(_pack(messages))
+                    await self._stream.send(pack(messages))
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                     return
 

@@ -7,9 +7,7 @@ No I/O, no clock; waiting is done by whoever owns a `Wake`.
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Sequence
-from math import exp, floor, log
 from typing import Protocol
 
 import msgspec
@@ -18,6 +16,7 @@ from streamengine.calls.parser import CallHead, ToolCall
 from streamengine.calls.runs import Runs
 from streamengine.errors import InvalidRequest, ResumeGap, StreamEngineError
 from streamengine.request import FinishReason
+from streamengine.timing import Timing
 
 ENTRY_BYTES, LOGPROB_BYTES = 100, 250
 """About what an entry costs beside its text, and what a log-probability does with its token's text."""
@@ -39,22 +38,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds on the engine's monotonic clock; ``None`` where it did not come to that."""
-
-    total_ms: float
-    queue_ms: float | None = None
-    prefill_ms: float | None = None
-    ttft_ms: float | None = None
-    decode_ms: float | None = None
-    tokens_per_s: float | None = None
-    itl_p50_ms: float | None = None
-    itl_p99_ms: float | None = None
-    itl_max_ms: float | None = None
-    forced_tokens: int = 0
-    """Not a time: answer tokens that a grammar left no choice about, so that no step was spent on choosing them."""
 
 
 class Guided(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +99,10 @@ class Log:
     def __init__(self, id: str, prompt_tokens: int = 0, *, json: bool = False) -> None:
         self.id = id
         self.prompt_tokens = prompt_tokens
+        self.seed: int | None = None
+        """What its tokens are drawn with."""
+        self.continued = 0
+        """So many of its first entries are of tokens that came with the request. Some may be held back yet."""
         self.json = json
         """Its text is JSON, or the beginning of it: a grammar sees to that."""
         self.computed = 0
@@ -151,6 +138,11 @@ class Log:
         return self.outcome is not None or self.error is not None
 
     @property
+    def begun(self) -> bool:
+        """There are entries of tokens that were made here."""
+        return len(self) > self.continued
+
+    @property
     def text(self) -> str:
         """Without the arguments of calls."""
         return self.runs.text(self._texts)
@@ -160,9 +152,9 @@ class Log:
         """As far as they have come."""
         return self.runs.tool_calls(self._texts)
 
-    def text_until(self, position: int) -> str:
-        """Of the first ``position`` entries."""
-        return "".join(self._texts[:position])
+    def text_between(self, begin: int, end: int) -> str:
+        """Of the entries ``begin + 1 .. end``."""
+        return "".join(self._texts[begin:end])
 
     @property
     def token_ids(self) -> list[int]:
@@ -238,8 +230,9 @@ class Log:
             InvalidRequest: ``after`` lies outside of the log.
             ResumeGap: log-probabilities behind it were dropped.
         """
-        if not 0 <= after <= len(self):
-            raise InvalidRequest(f"after must be 0 to {len(self)}, not {after}", param="after")
+        most = max(len(self), self.continued)
+        if not 0 <= after <= most:
+            raise InvalidRequest(f"after must be 0 to {most}, not {after}", param="after")
         if after < self.logprobs_after:
             raise ResumeGap(
                 f"log-probabilities are kept after token {self.logprobs_after}, not after {after}",
@@ -288,7 +281,7 @@ class Reader:
     @property
     def ended(self) -> bool:
         """Everything is read and the log has its terminal."""
-        return self._log.ended and self.position == len(self._log)
+        return self._log.ended and self.position >= len(self._log)
 
     def take(self, limit: int = 0, characters: int = 0) -> TextDelta | None:
         """All new entries as one slice; None if there are none. Where they are not 0, at most ``limit`` of them and
@@ -300,7 +293,7 @@ class Reader:
             end = min(end, begin + limit)
         if characters and end > begin + 1:
             end = self._log._reach(begin, end, characters)
-        if begin == end:
+        if begin >= end:
             return None
         self.position = end
         return self._log._slice(begin, end)
@@ -310,89 +303,3 @@ class Reader:
         if self._wake is not None:
             self._log.unfollow(self._wake)
             self._wake = None
-
-
-class Stopwatch:
-    """When the tokens of one answer came. All times in seconds on one monotonic clock.
-
-    The gaps between tokens are counted in geometric buckets, so percentiles are exact to 2.5 % and memory
-    does not grow with the answer; the longest is exact. Tokens of one step come at one time: no gap.
-    """
-
-    def __init__(self, submitted: float) -> None:
-        self._submitted = submitted
-        self._queued: float | None = None
-        self._first: float | None = None
-        self._last = submitted
-        self._count = self._forced = 0
-        self._longest = 0.0
-        self._buckets: Counter[int] = Counter()
-
-    def start(self, queued: float) -> None:
-        """The first step ran ``queued`` seconds after the core took the request."""
-        self._queued = queued
-
-    def tokens(self, count: int, now: float, forced: int = 0) -> None:
-        """``count`` answer tokens came at ``now``, ``forced`` of them without a choice."""
-        self._forced += forced
-        if count == 0:
-            return
-        if self._first is None:
-            self._first = now
-        else:
-            self._gap(now - self._last, 1)
-        self._gap(0.0, count - 1)
-        self._last = now
-        self._count += count
-
-    def timing(self, now: float) -> Timing:
-        """All of it, for an answer that ends at ``now``."""
-        total_ms = (now - self._submitted) * 1000
-        queue_ms = None if self._queued is None else self._queued * 1000
-        if self._first is None:
-            return Timing(total_ms=total_ms, queue_ms=queue_ms)
-        ttft_ms, decode_ms = (self._first - self._submitted) * 1000, (self._last - self._first) * 1000
-        gaps = self._count - 1
-        return Timing(
-            total_ms=total_ms,
-            queue_ms=queue_ms,
-            prefill_ms=None if queue_ms is None else max(0.0, ttft_ms - queue_ms),
-            ttft_ms=ttft_ms,
-            decode_ms=decode_ms,
-            tokens_per_s=gaps * 1000 / decode_ms if gaps and decode_ms > 0 else None,
-            itl_p50_ms=self._percentile(0.50) * 1000 if gaps else None,
-            itl_p99_ms=self._percentile(0.99) * 1000 if gaps else None,
-            itl_max_ms=self._longest * 1000 if gaps else None,
-            forced_tokens=self._forced,
-        )
-
-    def gaps(self) -> list[tuple[float, int]]:
-        """``(seconds between two tokens, how often)``."""
-        return [(_middle(bucket), count) for bucket, count in self._buckets.items()]
-
-    def _gap(self, seconds: float, count: int) -> None:
-        if count:
-            self._longest = max(self._longest, seconds)
-            self._buckets[_bucket(seconds)] += count
-
-    def _percentile(self, share: float) -> float:
-        """The smallest bucket's middle such that ``share`` of the gaps lie in it or below."""
-        rest = share * self._buckets.total()
-        for bucket in sorted(self._buckets):
-            rest -= self._buckets[bucket]
-            if rest <= 0:
-                return min(_middle(bucket), self._longest)
-        return self._longest
-
-
-_RATIO = log(1.05)
-_LEAST_S, _MOST_S = 1e-6, 1e5
-_ZERO = floor(log(_LEAST_S) / _RATIO)
-
-
-def _bucket(seconds: float) -> int:
-    return _ZERO if seconds <= _LEAST_S else floor(log(min(seconds, _MOST_S)) / _RATIO)
-
-
-def _middle(bucket: int) -> float:
-    return 0.0 if bucket == _ZERO else exp((bucket + 0.5) * _RATIO)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import typer
 
-from streamengine.config import EngineConfig, ServerConfig
+from streamengine.config import EngineConfig, ServerConfig, TransferConfig
 from streamengine.errors import InvalidRequest
 from streamengine.sampling import SamplingParams
 
@@ -185,6 +185,23 @@ SERVER = Group(
         "protect_metrics": "--protect-metrics",
         "ignore_unknown_fields": "--ignore-unknown-fields",
     },
+)
+
+TRANSFER = Group(
+    TransferConfig,
+    "Prefill apart from decode",
+    {
+        "role": "prefill computes prompts for other engines only, decode has its peers do that; both does either.",
+        "listen": "unix:PATH or HOST:PORT where other engines bring prompts. No authentication: a private network.",
+        "peers": "unix:PATH or HOST:PORT of an engine that computes prompts for this one; may be repeated.",
+        "prefill_threshold": "Uncached prompt tokens from which on a peer computes them; by default it is measured.",
+        "on_load_failure": "What becomes of a request then; by default recompute if all peers are unix:, else fail.",
+        "lease_s": "Seconds after which a peer gives up pages that nobody has asked for.",
+        "transfer_deadline_s": "Seconds after which a request goes on without its peer.",
+        "kv_transport": "How pages move: shared_memory on one machine, nixl anywhere.",
+        "name": "Of this engine, for its peers; by default one is drawn.",
+    },
+    {"peers": "--peer", "name": "--engine-name"},
 )
 
 

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from compiled.step import Logprob, Row, Step, StepResult
-from streamengine.core import build_scheduler
+from streamengine.assembly import build_scheduler
 from streamengine.errors import StartupError, StreamEngineError
 from streamengine.request import Delta, Request
 from streamengine.trace import VERSION, Aborted, Landed, Line, Opened, Planned, Submitted, rows_of
@@ -74,7 +74,7 @@ def replay(path: str, patience: int = PATIENCE) -> list[Report]:
     Raises:
         StartupError: the file cannot be read or is no trace.
     """
-    return [_Replay(opened, lines, patience).run() for opened, lines in _sessions(read(path))]
+    return [_Replay(opened, lines, patience).run() for opened, lines in sessions(read(path))]
 
 
 def read(path: str) -> list[Line]:
@@ -97,16 +97,16 @@ def read(path: str) -> list[Line]:
     return lines
 
 
-def _sessions(lines: Iterable[Line]) -> list[tuple[Opened, list[Line]]]:
-    sessions: list[tuple[Opened, list[Line]]] = []
+def sessions(lines: Iterable[Line]) -> list[tuple[Opened, list[Line]]]:
+    found: list[tuple[Opened, list[Line]]] = []
     for line in lines:
         if isinstance(line, Opened):
             if line.version != VERSION:
                 raise StartupError(f"the trace has version {line.version}, this is {VERSION}", param="trace")
-            sessions.append((line, []))
+            found.append((line, []))
         else:
-            sessions[-1][1].append(line)
-    return sessions
+            found[-1][1].append(line)
+    return found
 
 
 class _Replay:
@@ -115,7 +115,7 @@ class _Replay:
         self._lines = lines
         self._patience = patience
         self._scheduler = build_scheduler(opened.config, opened.model, opened.kv)
-        self._runner = _TableRunner(opened.kv.page_size, lines)
+        self._runner = TableRunner(opened.kv.page_size, lines)
         self._in_flight: deque[Step] = deque()
         self._progress: dict[int, int] = {}
         self._now = 0.0
@@ -222,7 +222,7 @@ class _Answer:
     finish: str = ""
 
 
-class _TableRunner:
+class TableRunner:
     """Gives every sequence the tokens that the trace says it had, or made-up ones in their place."""
 
     def __init__(self, page_size: int, lines: Iterable[Line]) -> None:

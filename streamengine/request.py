@@ -30,7 +30,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     asks for the log-probability of each prompt token but the first, and of that many likeliest ones.
     ``tenant`` separates prefixes and shares the engine fairly; a higher ``priority`` goes first.
     ``grammar`` is what every answer must keep to, and ``jump`` lets tokens that it leaves no choice about be taken
-    without asking the model.
+    without asking the model. ``answered`` are the answer's first tokens, where another engine gave them: they count
+    as its own in everything but `Delta`, which tells only what comes after them. When a request with a ``transfer``
+    ends behind a token, its pages are held under that name.
     """
 
     id: int
@@ -47,6 +49,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     grammar: Grammar | None = None
     jump: bool = True
+    answered: tuple[int, ...] = ()
+    transfer: str = ""
 
 
 QUEUE_TIMEOUT = "queue_timeout"
@@ -77,7 +81,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     prompt tokens that were found in the prefix cache. ``logprobs`` match ``tokens``, ``prompt_logprobs``
     follow each other from the prompt's second token on; both only where they were asked for.
     ``beam_score`` comes with the finish of a beam search's answer. ``forced`` of the tokens were not sampled: the
-    grammar left no choice.
+    grammar left no choice. ``remote`` says what came of a prefill by another engine, the last word being the one
+    that holds: ``done``, or why not.
     """
 
     request: int
@@ -91,6 +96,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     prompt_logprobs: tuple[Logprob, ...] = ()
     beam_score: float | None = None
     forced: int = 0
+    remote: str = ""
 
 
 class State(Enum):
@@ -137,6 +143,11 @@ class Sequence:
     computed: int = 0
     pending: int = 0
     pages: tuple[int, ...] = ()
+    landed: tuple[int, ...] = ()
+    """While it waits: the page table of its prompt, which another engine computed. See `landed_tokens`."""
+    begun: bool = False
+    """Another engine computed its prompt, whose turn came there: what that took has been told, or stands in
+    ``queued_s`` and ``cached``."""
     queued_s: float | None = None
     cached: int = 0
     preemptions: int = 0
@@ -177,6 +188,11 @@ class Sequence:
     @property
     def known(self) -> int:
         return len(self.tokens) + self.pending
+
+    @property
+    def landed_tokens(self) -> int:
+        """Those of ``landed`` that need not be computed: where several answers begin, the last one is once more."""
+        return min(len(self.request.prompt), len(self.tokens) - 1) if self.landed else 0
 
     @property
     def answered(self) -> int:

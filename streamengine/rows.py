@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from compiled.step import Logprob, Masks, Row
-from streamengine.errors import GrammarError
-from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN, Hypothesis
+from streamengine.errors import GrammarError, InvalidRequest
+from streamengine.groups import COMPLETE, MAX_TOKENS, STOP_TOKEN
 from streamengine.guided.grammar import Constraint, MakeMasks
 from streamengine.request import Delta, Finish, Request, Sequence, State
 from streamengine.speculation import accepted
@@ -159,6 +159,39 @@ def accept(sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: boo
             sequence.computed = end
     if request.beam_width:
         return Accepted((), end)
+    return _settle(sequence, sampled, end)
+
+
+def continue_answer(sequence: Sequence) -> Accepted:
+    """Append the tokens that another engine answered with, each as if it were sampled here, so that grammar and budget
+    stand where they stood there; what follows from the last one, forced tokens or an end, comes back.
+
+    Raises:
+        InvalidRequest: the request could not have been answered so.
+    """
+    answered, tokens = sequence.request.answered, list[int]()
+    taken = Accepted((), 0)
+    while len(tokens) < len(answered) and taken.finish is None:
+        token, constraint = answered[len(tokens)], sequence.constraint
+        free = constraint is None or token in sequence.request.stop_token_ids
+        if not free and constraint is not None and not constraint.trim((token,)):
+            raise _no_answer(len(tokens), "the grammar does not allow it")
+        taken = _settle(sequence, (token,), 0)
+        tokens += taken.tokens
+        if wrong := next((i for i, (a, b) in enumerate(zip(answered, tokens, strict=False)) if a != b), None):
+            raise _no_answer(wrong, f"the grammar leaves only {tokens[wrong]}")
+    if len(tokens) < len(answered):
+        raise _no_answer(len(tokens), "the answer ends before it")
+    return taken._replace(tokens=tuple(tokens[len(answered) :]))
+
+
+def _no_answer(index: int, why: str) -> InvalidRequest:
+    return InvalidRequest(f"token {index} of continues is none of this answer: {why}", param="continues")
+
+
+def _settle(sequence: Sequence, sampled: tuple[int, ...], end: int) -> Accepted:
+    """Append ``sampled``, and whatever needs no choice behind it."""
+    request = sequence.request
     tokens, finish = _take(sequence, sampled)
     forced: tuple[int, ...] = ()
     if finish is None and sequence.constraint is not None and request.jump and sequence.sampling.logprobs is None:
@@ -231,23 +264,8 @@ def delta_of(
         queued_s=queued_s,
         finish=finish,
         index=sequence.index,
-        cached=cached,
+        cached=min(cached, len(request.prompt)),
         logprobs=logprobs,
         prompt_logprobs=scores,
         forced=forced,
     )
-
-
-def found_of(request: Request, best: list[Hypothesis]) -> list[Delta]:
-    """The answers of a beam search, best first."""
-    return [
-        Delta(
-            request=request.id,
-            tokens=hypothesis.tokens,
-            computed=len(request.prompt),
-            finish=hypothesis.finish,
-            index=index,
-            beam_score=hypothesis.score,
-        )
-        for index, hypothesis in enumerate(best)
-    ]

@@ -22,7 +22,7 @@ from streamengine import compose
 from streamengine.config import EngineConfig
 from streamengine.engine import Engine
 from streamengine.errors import InvalidRequest, StreamEngineError
-from streamengine.intake import Asked
+from streamengine.generate import Asked
 from streamengine.options import ENGINE, takes
 from streamengine.profile import diff, report
 from streamengine.profile.record import Profile, encode

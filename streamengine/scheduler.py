@@ -36,14 +36,14 @@ import msgspec
 
 from compiled.step import Row, Step, StepResult
 from streamengine.books import Books
-from streamengine.errors import Overloaded
 from streamengine.guided.grammar import Constraint, MakeMasks
 from streamengine.kv import KVPool
-from streamengine.limits import check_fit
+from streamengine.landing import Landing
+from streamengine.limits import check_fit, check_queue
 from streamengine.pace import Pace
 from streamengine.prefix import Entry
 from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, Request, Sequence, State
-from streamengine.rows import Plan, StepMasks, accept, delta_of, found_of, scores_of
+from streamengine.rows import Plan, StepMasks, accept, delta_of, scores_of
 from streamengine.speculation import Lookup
 
 
@@ -61,6 +61,7 @@ class Scheduler:
         ageing_s: seconds of waiting that are worth one level of priority.
         window: see `KVSpec`.
         mask: makes the bitmasks of steps, where requests have grammars.
+        transfer_reserve: see `Landing`.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Scheduler:
         ageing_s: float = 60.0,
         window: int | None = None,
         mask: MakeMasks | None = None,
+        transfer_reserve: int = 0,
     ) -> None:
         self._pool = pool
         self._books = Books(pool, ageing_s, window)
+        self.landing = Landing(self._books, transfer_reserve)
         self._running, self._waiting = self._books.running, self._books.waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -102,31 +105,24 @@ class Scheduler:
         """Ids of all requests that wait or run, oldest first."""
         return list(self._books.requests)
 
-    def submit(self, request: Request, now: float, constraint: Constraint | None = None) -> None:
+    def submit(self, request: Request, now: float, constraint: Constraint | None = None) -> list[Delta]:
         """Queue ``request``, which arrived at ``now`` (seconds); ``constraint`` is its grammar's beginning.
+        An answer that was begun elsewhere may end or go on without a step: that comes back.
 
         Raises:
-            InvalidRequest: more answers than may run at once.
+            InvalidRequest: more answers than may run at once, or a beginning that it cannot have.
             ContextLengthExceeded: it could not finish even if it were alone.
             Overloaded: the queue is full.
         """
         assert request.id not in self._books.requests, f"request {request.id} is already here"
         assert request.prompt and request.max_tokens >= 1, f"request {request.id} asks for nothing"
-        self._books.queue(self.check_room(request, now, 0, constraint))
+        return self._books.queue(self.check_room(request, now, 0, constraint))
 
     def check_room(self, request: Request, now: float, others: int, constraint: Constraint | None = None) -> Sequence:
         """Refuse what `submit` would, with ``others`` yet to be submitted; nothing is queued."""
         sequence = self._books.enter(request, now, constraint)
-        check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len)
-        unfinished = len(self._books.requests) + others
-        if unfinished >= self._max_num_seqs + self._max_queue:
-            raise Overloaded(
-                f"{unfinished} requests are running or waiting; at most {self._max_num_seqs} run and "
-                f"{self._max_queue} wait",
-                unfinished=unfinished,
-                max_num_seqs=self._max_num_seqs,
-                max_queue=self._max_queue,
-            )
+        check_fit(sequence, self._pool, self._max_num_seqs, self._max_model_len, self.landing.reserve)
+        check_queue(len(self._books.requests) + others, self._max_num_seqs, self._max_queue)
         return sequence
 
     def abort(self, request_id: int, cause: str, index: int | None = None) -> list[Delta]:
@@ -230,7 +226,8 @@ class Scheduler:
         lower = list(takewhile(lambda sequence: self._gives_way(sequence, head), reversed(running)))
         seats = self._books.seats - len(lower) - sum(sequence.unborn for sequence in lower)
         pages = self._pool.available + sum(len(sequence.pages) for sequence in lower)
-        if seats + head.unborn >= self._max_num_seqs or pages < self._pool.pages_for(len(head.tokens)):
+        missing = self._pool.pages_for(len(head.tokens)) - len(head.landed)
+        if seats + head.unborn >= self._max_num_seqs or pages < missing:
             return
         while running and self._gives_way(running[-1], head) and self._room(head) is None:
             self._preempt()
@@ -249,15 +246,14 @@ class Scheduler:
             if sequence.pending:
                 break  # preempted, and the token in flight may be its last
             found = self._room(sequence)
-            size = plan.chunk(len(sequence.tokens) - len(found or ()) * page_size)
+            size = plan.chunk(len(sequence.tokens) - (sequence.landed_tokens or len(found or ()) * page_size))
             if found is None or not size:
                 break
             self._books.admit(found, self._steps + 1)
-            if sequence.preemptions == 0:
+            if sequence.preemptions == 0 and not sequence.begun:
                 sequence.queued_s, sequence.cached = now - sequence.arrival, sequence.computed
-                prompt = len(sequence.request.prompt)
-                self._counts["prompt_tokens"] += prompt
-                self._waiting.serve(sequence.request.tenant, prompt - sequence.computed, 0)
+                self._counts["prompt_tokens"] += len(sequence.tokens)
+                self._waiting.serve(sequence.request.tenant, len(sequence.tokens) - sequence.computed, 0)
             plan.add(sequence, sequence.computed + size, page_size)
 
     def _room(self, sequence: Sequence) -> list[Entry] | None:
@@ -267,7 +263,7 @@ class Scheduler:
             return None
         found = self._books.find(sequence)
         pages = pool.pages_for(len(sequence.tokens))
-        needed = pages - len(found) + sum(pool.is_idle(entry.page) for entry in found)
+        needed = pages - len(sequence.landed) - len(found) + sum(pool.is_idle(entry.page) for entry in found)
         reserve = sum(self._books.growth(other, len(other.pages)) for other in running)
         reserve += self._books.growth(sequence, pages)
         return None if running and needed + reserve > pool.available else found
@@ -349,7 +345,7 @@ class Scheduler:
         self._books.remove(beams)
         self._counts.update(f"finished_{hypothesis.finish.reason}" for hypothesis in best)
         self._serve({request.tenant: sum(len(hypothesis.tokens) for hypothesis in best)})
-        return found_of(request, best)
+        return [hypothesis.told(request, index) for index, hypothesis in enumerate(best)]
 
     def _end(self, request_id: int, finish: Finish, index: int | None = None) -> list[Delta]:
         """End all answers of a request that have not ended; with ``index`` that one, if it goes its own way by now."""

@@ -16,9 +16,10 @@ import msgspec
 
 from streamengine.bell import Bell
 from streamengine.calls.parser import ToolCall
-from streamengine.log import Guided, Log, Reader, TextDelta, Timing, TokenLogprob, Usage
+from streamengine.log import Guided, Log, Reader, TextDelta, TokenLogprob, Usage
 from streamengine.request import FinishReason
 from streamengine.sampling import SamplingParams
+from streamengine.timing import Timing
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ class Stream:
             async with self._lock:
                 if self._log is None:
                     log = await self._submit()
-                    self._reader = log.reader(self._bell)
+                    self._reader = log.reader(self._bell, log.continued)
                     self._log = log
         return self._log
 
@@ -152,7 +153,7 @@ class TextStream:
 async def read_result(log: Log) -> Result:
     """Wait for the end of ``log``. Raises what it ended in, if that is an error."""
     bell = Bell()
-    reader = log.reader(bell)
+    reader = log.reader(bell, log.continued)
     try:
         while not log.ended:
             bell.rearm()

@@ -125,10 +125,11 @@ class Tracer:
     def submitted(self, request: Request, now: float) -> None:
         """Before the scheduler sees ``request``."""
         chain = _Chain(self._key, self._page_size)
-        pages = chain.push(request.prompt)
+        known = request.prompt + request.answered
+        pages = chain.push(known)
         self._chains[request.id] = {index: chain.fork() for index in range(request.n)}
-        tokens = request.prompt if self._text else ()
-        self._write(Submitted(self._at(now), self._without_content(request), len(request.prompt), pages, tokens))
+        tokens = known if self._text else ()
+        self._write(Submitted(self._at(now), self._without_content(request), len(known), pages, tokens))
 
     def aborted(self, request: int, cause: str, now: float, index: int | None = None) -> None:
         """An abort came in, perhaps of one answer, or the scheduler refused what was just submitted."""
@@ -166,7 +167,10 @@ class Tracer:
             bad_words = ((0,),) if sampling.bad_words else ()
             sampling = dataclasses.replace(sampling, logit_bias=(), allowed_token_ids=(), bad_words=bad_words)
         tenant = request.tenant and _digest(self._key, request.tenant.encode())
-        return msgspec.structs.replace(request, prompt=(), sampling=sampling, tenant=tenant)
+        # To the scheduler the beginning of an answer is a longer prompt.
+        left = max(1, request.max_tokens - len(request.answered))
+        given = {"prompt": (), "answered": (), "max_tokens": left, "sampling": sampling, "tenant": tenant}
+        return msgspec.structs.replace(request, **given)
 
     def _at(self, now: float) -> float:
         return round(now - self._start, 6)

@@ -7,7 +7,11 @@ raises or changes the answer, just as it would on a real runner. Standard librar
 runs in a child process that is meant to be killed.
 """
 
+import mmap
+import os
+import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +20,7 @@ from zlib import crc32
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from compiled.step import PADDING_PAGE, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
+from compiled.step import PADDING_PAGE, KVMemory, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 from streamengine.calls.conversation import in_words
 from streamengine.calls.format import IN_WORDS, CallFormat, Message, Tool
 
@@ -26,7 +30,11 @@ VOCAB_SIZE = 258
 WAIT_S = 30.0
 """Nothing in a test may block for longer."""
 
+_CELL = struct.Struct("qq")
 GREEDY = Sampling()
+CELL_BYTES = 16
+"""A token and its position, which is -1 where nothing was written."""
+
 FORGOTTEN = -1
 """Stands in a context for a token that fell out of the window."""
 
@@ -144,7 +152,7 @@ def beam_oracle(
 
 
 def fake_kv(pages: int = 65, page_size: int = 4, window: int | None = None) -> KVSpec:
-    return KVSpec(pages=pages, page_size=page_size, page_bytes=64, window=window)
+    return KVSpec(pages=pages, page_size=page_size, page_bytes=page_size * CELL_BYTES, window=window)
 
 
 def fake_model(max_model_len: int = 256, folder: str = "") -> ModelSpec:
@@ -183,6 +191,8 @@ class FakeRunner:
     depth: int = 1
     answer: Answer = formula
     seconds: Callable[[Step], float] = lambda step: 0.0
+    shared: bool = False
+    """The memory lies in a memfd."""
 
     steps: list[Step] = field(default_factory=list)
     """Every step that was submitted, those that raised included."""
@@ -192,7 +202,15 @@ class FakeRunner:
     """Set while a step is blocked by `hold`."""
 
     def __post_init__(self) -> None:
-        self._memory: list[tuple[int, int] | None] = [None] * (self.kv.pages * self.kv.page_size)
+        size = self.kv.pages * self.kv.page_bytes
+        self._descriptor = os.memfd_create("streamengine-kv-fake") if self.shared else None
+        if self._descriptor is None:
+            self._bytes = memoryview(bytearray(size))
+        else:
+            weakref.finalize(self, os.close, self._descriptor)
+            os.ftruncate(self._descriptor, size)
+            self._bytes = memoryview(mmap.mmap(self._descriptor, size))
+        self._bytes[:] = b"\xff" * size
         self._queue: deque[FakeHandle | tuple[int, ...]] = deque()
         self._sampled: dict[tuple[int, int], int] = {}
         self._faults: deque[tuple[str, Exception]] = deque()
@@ -222,6 +240,12 @@ class FakeRunner:
         self._queue.append(tuple(pages))
         if self.depth == 1:
             self._run_until(None)
+
+    def settle(self) -> None:
+        """Forget at once what is to be forgotten before the next step runs: others may write there from now on."""
+        while self._queue and not isinstance(pages := self._queue[0], FakeHandle):
+            self._queue.popleft()
+            self._forget(pages)
 
     # Runner
 
@@ -255,6 +279,9 @@ class FakeRunner:
     def statistics(self) -> dict[str, float]:
         return {"kv_bytes": float(self.kv.pages * self.kv.page_bytes)}
 
+    def kv_memory(self) -> KVMemory:
+        return KVMemory(self._bytes, self.kv.pages, self.kv.page_bytes, self._descriptor)
+
     def close(self) -> None:
         self.closed = True
 
@@ -274,15 +301,16 @@ class FakeRunner:
                 if work is last:
                     return
             else:
-                for page in work:
-                    first = page * self.kv.page_size
-                    self._memory[first : first + self.kv.page_size] = [None] * self.kv.page_size
+                self._forget(work)
+
+    def _forget(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._page(page)[:] = b"\xff" * self.kv.page_bytes
 
     def _execute(self, handle: FakeHandle) -> None:
-        step, size = handle.step, self.kv.page_size
+        step = handle.step
         for source, target in step.copies:
-            page = self._memory[source * size : (source + 1) * size]
-            self._memory[target * size : (target + 1) * size] = page
+            self._page(target)[:] = self._page(source)
         contexts = [self._forward(row) for row in step.rows]
         tokens, logprobs, scores = [], [], []
         for row, context in zip(step.rows, contexts, strict=True):
@@ -327,22 +355,28 @@ class FakeRunner:
         if row.pending:
             tokens = (*tokens[:-1], self._sampled.get((row.request, row.index), 0))
         for position, token in enumerate(tokens, row.start):
-            self._memory[self._slot(row, position)] = (token, position)
+            self._cell(row, position)[:] = _CELL.pack(token, position)
         context: list[int] = []
         first = 0 if self.kv.window is None else max(0, row.start - self.kv.window + 1)
         for position in range(row.start + len(tokens)):
             if position < first:
                 context.append(FORGOTTEN)
                 continue
-            cell = self._memory[self._slot(row, position)]
-            assert cell is not None, f"request {row.request} reads position {position}, which was never written"
-            token, written_at = cell
+            token, written_at = _CELL.unpack(self._cell(row, position))
+            assert written_at >= 0, f"request {row.request} reads position {position}, which was never written"
             assert written_at == position, f"request {row.request} reads {written_at} where {position} belongs"
             context.append(token)
         if row.history:
             there = range(first, len(context) - row.pending)
             assert [row.history[i] for i in there] == [context[i] for i in there], "not the history"
         return context
+
+    def _page(self, page: int) -> memoryview:
+        return self._bytes[page * self.kv.page_bytes :][: self.kv.page_bytes]
+
+    def _cell(self, row: Row, position: int) -> memoryview:
+        page, place = divmod(self._slot(row, position), self.kv.page_size)
+        return self._page(page)[place * CELL_BYTES :][:CELL_BYTES]
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.kv.page_size

@@ -10,9 +10,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from streamengine.config import EngineConfig, ServerConfig
-from streamengine.log import Log, Outcome, Timing
+from streamengine.log import Log, Outcome
 from streamengine.session import Session, TransportClosed
 from streamengine.streams import Streams
+from streamengine.timing import Timing
 from tests.fakes import fake_model
 from tests.schema import validate
 

@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
 import pytest
 
 from streamengine import EngineConfig, SamplingParams, open_engine
+from streamengine.config import TransferConfig
 from streamengine.engine import Engine
 from streamengine.errors import RequestError
 
@@ -57,6 +59,7 @@ FEATURES = {
     "long-prompt threshold": Feature(config={"long_prefill_token_threshold": 3}),
     "paced chunks": Feature(config={"target_itl_ms": 0.1}),
     "debug poisoning": Feature(config={"debug": True}),
+    "prefill elsewhere": Feature(config={"prefill_threshold": 6}),
     "seeded sampling": Feature(sampling={"temperature": 0.9, "top_p": 0.95, "seed": 4}, answer=True),
     "top_k, min_p": Feature(sampling={"temperature": 1.2, "top_k": 9, "min_p": 0.01, "seed": 9}, answer=True),
     "typical_p": Feature(sampling={"temperature": 1.1, "typical_p": 0.8, "seed": 2}, answer=True),
@@ -80,6 +83,7 @@ FEATURES = {
     "tenant": Feature(asked={"tenant": "somebody"}),
 }
 ENGINES = [name for name, feature in FEATURES.items() if feature.config]
+REFUSED_TO_CONTINUE = ("n", "best_of", "beam search", "prompt_logprobs")
 PAIRS = list(combinations(FEATURES, 2))
 
 
@@ -114,23 +118,45 @@ async def engine_with(folder: Path, config: dict[str, Any]) -> AsyncIterator[Eng
         "max_num_seqs": 16,
         "enable_prefix_caching": False,
     }
-    async with open_engine(EngineConfig(model=str(folder), **(plain | config)), process=False) as engine:
-        yield engine
+    own = {"model": str(folder)} | plain | config
+    threshold = own.pop("prefill_threshold", None)
+    if threshold is None:
+        async with open_engine(EngineConfig(**own), process=False) as engine:
+            yield engine
+        return
+    with TemporaryDirectory() as place:
+        address = f"unix:{place}/prefill"
+        there = TransferConfig(role="prefill", listen=address)
+        here = TransferConfig(role="decode", peers=(address,), prefill_threshold=threshold)
+        async with (
+            open_engine(EngineConfig(transfer=there, **own), process=False) as other,
+            open_engine(EngineConfig(transfer=here, **own), process=False) as engine,
+        ):
+            await until(engine, "remote_peers", 1)
+            yield engine
+            assert (await engine.statistics())["remote_landed"] > 0
+            for one in (engine, other):
+                await until(one, "transfer_pages", 0)
+
+
+async def until(engine: Engine, name: str, wanted: float) -> None:
+    while (await engine.statistics())[name] != wanted:  # noqa: ASYNC110 - nobody tells when a statistic changes
+        await anyio.sleep(0.01)
 
 
 Answers = list[tuple[int, ...]]
 
 
-async def ask(engine: Engine, *features: str) -> Answers:
-    """All answers to `PROMPT` with ``features``."""
+async def ask(engine: Engine, *features: str, begun: tuple[int, ...] = ()) -> Answers:
+    """All answers to `PROMPT` with ``features``; one that begins so."""
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    asked: dict[str, Any] = {}
+    asked: dict[str, Any] = {"continues": begun} if begun else {}
     for name in features:
         sampling |= FEATURES[name].sampling
         asked |= FEATURES[name].asked
     result = await engine.generate(token_ids=PROMPT, sampling=SamplingParams(**sampling), **asked)
     if "logprobs" in features:
-        assert len(result.logprobs) == len(result.token_ids)
+        assert len(result.logprobs) == len(result.token_ids) - len(begun)
     if "prompt_logprobs" in features:
         assert len(result.prompt_logprobs) == len(PROMPT) - 1
     return [choice.token_ids for choice in result.choices or (result,)]
@@ -214,6 +240,31 @@ async def test_no_feature_changes_what_another_gives(
                     table[pair] = "works"
                     if answers != expected:
                         wrong.append((pair, answers, expected))
+            statistics = await engine.statistics()
+    assert not wrong
+    assert statistics["kv_pages_used"] == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("switched_on", [(), ("prefix cache", "a step in flight, graphs")], ids=["plain", "fast"])
+async def test_an_answer_that_another_engine_began_goes_on_the_same_with_every_pair(
+    folder: Path, switched_on: tuple[str, ...]
+) -> None:
+    config: dict[str, Any] = {}
+    for name in switched_on:
+        config |= FEATURES[name].config
+    pairs = [pair for pair in PAIRS if not {*pair} & {*ENGINES, *REFUSED_TO_CONTINUE}]
+    wrong = []
+    with anyio.fail_after(PATIENCE_S):
+        async with engine_with(folder, config) as engine:
+            for pair in pairs:
+                try:
+                    (whole,) = await ask(engine, *pair)
+                except RequestError:
+                    continue
+                for cut in {1, len(whole) // 2, len(whole)}:
+                    if (again := await ask(engine, *pair, begun=whole[:cut])) != [whole]:
+                        wrong.append((pair, cut, again, whole))
             statistics = await engine.statistics()
     assert not wrong
     assert statistics["kv_pages_used"] == 0

@@ -37,7 +37,7 @@ from compiled.kv_store import KVStore
 from compiled.logprobs import tell
 from compiled.profiling import Recorder
 from compiled.program import SMALLEST
-from compiled.step import KVSpec, Logprob, ModelSpec, Row, Step, StepResult
+from compiled.step import KVMemory, KVSpec, Logprob, ModelSpec, Row, Step, StepResult
 from compiled.timeline import Measure, PieceAbout, Window
 
 _LOGPROBS_AT_ONCE = 64
@@ -327,6 +327,9 @@ class GpuRunner:
     def check(self, expected: selfcheck.Expected) -> selfcheck.Check:
         """Raises LoadError where the logits are not the expected ones."""
         return selfcheck.check(expected, self.kv.page_size, self.logits)
+
+    def kv_memory(self) -> KVMemory | None:
+        return self._store.memory()
 
     def poison(self, pages: Iterable[int]) -> None:
         """Fill pages that nobody owns with NaN: a read of what was not written since shows in ``broken_rows``."""

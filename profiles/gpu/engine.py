@@ -7,8 +7,8 @@ from typing import Any
 
 from compiled.step import Sampling
 from profiles.gpu.bench import Bench, Launches, capture_all
+from streamengine.assembly import build_scheduler
 from streamengine.config import EngineConfig
-from streamengine.core import build_scheduler
 from streamengine.request import Request
 
 

@@ -39,6 +39,10 @@ class AsyncClient:
         token: sent as ``Authorization: Bearer``, and in `init` for where a proxy drops that.
         timeouts: for all requests that bring none.
         reconnect: how a connection that was lost under open streams is replaced; ``None`` fails them instead.
+        continuations: how often an answer may be continued by another server when the one that began it is gone, or
+            was restarted: it is sent what has arrived, and goes on behind that. Greedy and seeded answers come out as
+            if nothing had happened, and so do others, with the seed that the server tells. 0 ends such a stream in
+            `StreamLost`; the ids of tokens are then not asked for.
         window: tokens that may be under way or wait here unread, for each stream; 0 is any number.
         coalesce_ms: the server may gather tokens for so long: fewer, larger events.
         on_event: told of every message and connection, for tracing. Called on the event loop: it must be quick and
@@ -69,6 +73,7 @@ class AsyncClient:
         token: str | None = None,
         timeouts: Timeouts | None = None,
         reconnect: Backoff | None = Backoff(),  # noqa: B008 - frozen
+        continuations: int = 3,
         window: int = 1024,
         coalesce_ms: float = 0,
         on_event: Tracer | None = None,
@@ -78,6 +83,9 @@ class AsyncClient:
         self._token = token
         self._timeouts = timeouts or Timeouts()
         self._backoff = reconnect
+        if continuations < 0:
+            raise ValueError(f"continuations must be 0 or more, not {continuations}")
+        self._continuations = continuations
         self._delivery = msgspec.convert({"window": window, "coalesce_ms": coalesce_ms}, wire.Delivery)
         self._trace: Tracer = on_event or (lambda _: None)
         self._transport = transport
@@ -188,7 +196,7 @@ class AsyncClient:
         greeted: bool = False,
     ) -> Feed:
         connection = await self._connected(timeouts.connect, greeted=greeted)
-        feed = Feed(message, timeouts, anyio.current_time(), output)
+        feed = Feed(message, timeouts, anyio.current_time(), output, continuations=self._continuations)
         connection.protocol.start(feed)
         return feed
 

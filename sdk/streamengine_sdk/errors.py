@@ -12,7 +12,7 @@ EngineError
 ├── ConnectError                 no connection came about; ``status`` is that of the HTTP answer, if there was one
 │   └── Unauthorized             the token is missing or wrong
 ├── ConnectionLost               the connection ended while the answer was under way, and no other replaced it
-├── StreamLost                   the server does not have the stream (any more), or not from that token on
+├── StreamLost                   the server does not have the stream (any more), and no other could continue it
 ├── OutputInvalid                the whole answer is not what ``output`` asked for
 ├── ProtocolError                the server broke the protocol: a gap, a repeat, a wrong checksum
 └── Timeout                      a deadline of `Timeouts` passed; ``kind`` names it

@@ -82,6 +82,7 @@ class Result:
         guided: of a schema that was not ``strict``, what was not enforced and whether the answer keeps to it.
         cause: who cancelled it, where ``finish_reason`` is ``cancelled``.
         stream_id: the server's name for the stream; ``None`` until it was accepted.
+        continued: how often another server went on with the answer, because the one that had the stream was gone.
     """
 
     text: str
@@ -98,6 +99,7 @@ class Result:
     guided: Guided | None = None
     cause: Cause | None = None
     stream_id: str | None = None
+    continued: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ is its ``carrier``. It is held by its stream alone, so nothing is kept for a str
                     └── window tokens ──┘      what the server may send before the next ack
 """
 
+import secrets
 import zlib
 from collections import deque
 from math import inf
@@ -14,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 
 import anyio
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from streamengine_sdk import wire
 from streamengine_sdk.errors import EngineError, ProtocolError, StreamLost, Timeout, from_wire
@@ -37,12 +39,26 @@ class Feed:
     Args:
         request: what starts the stream, or shows one that exists.
         now: when it is sent; the event loop's clock, in seconds, as all times here.
+        continuations: how often the rest of the answer may be asked of another server, when the one that has the
+            stream is gone.
     """
 
     def __init__(
-        self, request: wire.Generate | wire.Attach, timeouts: Timeouts, now: float, output: Output | None = None
+        self,
+        request: wire.Generate | wire.Attach,
+        timeouts: Timeouts,
+        now: float,
+        output: Output | None = None,
+        *,
+        continuations: int = 0,
     ) -> None:
+        self._shows_ids = request.delivery.token_ids
+        if continuations and isinstance(request, wire.Generate):  # another server will want them
+            request = replace(request, delivery=replace(request.delivery, token_ids=True))
         self.request = request
+        self._continuations = continuations
+        self._continued = 0
+        self._seed: int | UnsetType = UNSET
         self.id = request.id
         self.events: deque[Event] = deque()
         self.done: wire.Done | None = None
@@ -64,7 +80,7 @@ class Feed:
         self._texts: dict[str | int, list[str]] = {}
         self._calls: dict[int, wire.Call] = {}
         self._paths: set[str] = set()
-        self._tokens: list[int] | None = [] if request.delivery.token_ids else None
+        self._tokens: list[int] = []
         wants_logprobs = isinstance(request, wire.Generate) and request.logprobs
         self._logprobs: list[wire.Logprob] | None = [] if wants_logprobs else None
         self._usage: wire.Usage | None = None
@@ -84,13 +100,29 @@ class Feed:
         """What shows this stream on a connection to the server of ``epoch``. Raises `StreamLost`."""
         self._slow = False
         if self.stream_id is not None and self._epoch not in (None, epoch):
-            if self.attached or self.seq:
-                raise StreamLost("the server has restarted, and the stream is gone")
-            self.stream_id = None  # nothing of it was seen: it can be started again
+            self._leave_server("the server has restarted, and the stream is gone")
         if self.stream_id is None:
             return self.request
         self._acked = self.seq
         return wire.Attach(id=self.id, stream=self.stream_id, after=self.seq, delivery=self.request.delivery)
+
+    def _leave_server(self, why: str) -> None:
+        """Make the request one for the rest of the answer: any server gives the same, as the draws are those of the
+        seed. Raises `StreamLost` with the reason why not."""
+        request = self.request
+        if not isinstance(request, wire.Generate):
+            raise StreamLost(f"{why}; what it was asked for is not known here")
+        if self.seq:
+            if self.cancelled or not self._continuations:
+                raise StreamLost(why)
+            if len(self._tokens) < self.seq or (self._seed is UNSET and request.temperature != 0):
+                raise StreamLost(f"{why}; it told neither ids nor seed, without which no other can go on")
+            self._continuations -= 1
+            self._continued += 1
+            key = secrets.token_hex(16)
+            self.request = replace(request, continues=self._tokens.copy(), seed=self._seed, key=key)
+        self.stream_id = None
+        self._acked = self.seq
 
     def cancel(self) -> None:
         """Ask for the end. Safe in ``__del__`` and from any thread. While nothing carries it, it is said later."""
@@ -175,13 +207,8 @@ class Feed:
                     self.events.append(message)
                 case wire.Accepted():
                     self._receive_accepted(message, epoch)
-                case wire.Error(code="slow_consumer") if self.stream_id is not None:
-                    self._slow = True
-                    if self._readers:
-                        self.go_on()
                 case wire.Error():
-                    self._usage = message.usage or None
-                    raise from_wire(message)
+                    self._receive_error(message)
         except EngineError as error:
             if isinstance(error, ProtocolError):
                 self.cancel()  # we refuse what came, and the server does not know yet
@@ -207,7 +234,7 @@ class Feed:
                 ToolCall(id=call.id or None, name=call.name or None, arguments="".join(self._texts[index]))
                 for index, call in sorted(self._calls.items())
             ),
-            token_ids=None if self._tokens is None else tuple(self._tokens),
+            token_ids=tuple(self._tokens) if self._shows_ids else None,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             usage=done.usage if done else self._usage,
             timing=done.timing or None if done else None,
@@ -216,22 +243,38 @@ class Feed:
             guided=done.guided or None if done else None,
             cause=done.cause or None if done else None,
             stream_id=self.stream_id,
+            continued=self._continued,
         )
         if self._output is None or done is None or done.finish_reason != "stop":
             return result
         return self._output.parsed(result)
 
+    def _receive_error(self, error: wire.Error) -> None:
+        known = self.stream_id is not None
+        if error.code == "slow_consumer" and known:
+            self._slow = True
+            if self._readers:
+                self.go_on()
+        elif error.code == "stream_not_found" and known and self._continuations:
+            self._leave_server(error.message)
+            self._post(self.request)
+        else:
+            self._usage = error.usage or None
+            raise from_wire(error)
+
     def _receive_accepted(self, accepted: wire.Accepted, epoch: str | None) -> None:
         if accepted.after != self.seq:
             raise ProtocolError(f"the server goes on after token {accepted.after}, not {self.seq}")
-        self.stream_id, self._epoch = accepted.stream, epoch
+        self.stream_id, self._epoch, self._seed = accepted.stream, epoch, accepted.seed
 
     def _receive_delta(self, delta: wire.Delta, now: float) -> None:
         if delta.n < 1 or delta.seq - delta.n != self.seq:
             first = delta.seq - delta.n + 1
             raise ProtocolError(f"tokens {first} to {delta.seq} came after token {self.seq}")
-        if self._tokens is not None:
+        if self._shows_ids:
             self._tokens += _each(delta.tokens, delta.n, "ids")
+        elif delta.tokens:
+            self._tokens += delta.tokens
         if self._logprobs is not None:
             self._logprobs += _each(delta.logprobs, delta.n, "log-probabilities")
         data = delta.text.encode()
@@ -242,7 +285,7 @@ class Feed:
         if delta.call:
             self._calls.setdefault(delta.call.index, delta.call)
         self._texts.setdefault(delta.call.index if delta.call else delta.channel, []).append(delta.text)
-        self.events.append(delta)
+        self.events.append(delta if self._shows_ids or delta.tokens is UNSET else replace(delta, tokens=UNSET))
         if self._readers:
             self._acknowledge(self.seq)
 
@@ -254,6 +297,9 @@ class Feed:
                 f"the text has {self._bytes} bytes with checksum {self._crc32}, "
                 f"but the server counted {done.check.bytes} with {done.check.crc32}"
             )
+        if done.cause == "shutdown" and self._continuations and not (self.cancelled or self.attached):
+            self._leave_server("the server has shut down")  # its connection ends next, and another server goes on
+            return
         self.done = done
         self.events.append(done)
 

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from streamengine.bench import guided, reuse, scheduling, serving, startup, steps
+from streamengine.bench import guided, reuse, scheduling, serving, split, startup, steps
 from streamengine.config import EngineConfig
 from streamengine.link import Progress
 
-Scenario = Literal["steps", "startup", "scheduler", "prefix", "speculation", "guided", "serve"]
+Scenario = Literal["steps", "startup", "scheduler", "prefix", "speculation", "guided", "serve", "pd"]
 Measure = Callable[[EngineConfig, Callable[[Progress], None], Callable[[str], None]], Mapping[str, Any]]
 
 _MEASURES: dict[Scenario, Measure] = {
@@ -18,6 +18,7 @@ _MEASURES: dict[Scenario, Measure] = {
     "speculation": reuse.measure_speculation,
     "guided": guided.measure,
     "serve": serving.measure,
+    "pd": split.measure,
     "startup": startup.measure,
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from compiled.step import KVSpec, ModelSpec, Sampling, Step, StepResult
+from streamengine.assembly import build_scheduler
 from streamengine.config import EngineConfig
-from streamengine.core import build_scheduler
 from streamengine.link import CoreLink, Deltas, Progress, link_pair
 from streamengine.request import Request
 

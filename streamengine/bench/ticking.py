@@ -36,6 +36,9 @@ class Ticking:
     def statistics(self) -> dict[str, float]:
         return {"cpu_s": time.process_time()}
 
+    def kv_memory(self) -> None:
+        """There is none."""
+
 
 class _Finished:
     def __init__(self, result: StepResult) -> None:

@@ -32,6 +32,14 @@ def refusal(error: StreamEngineError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status, headers)
 
 
+async def deny(scope: Scope, receive: Receive, send: Send, error: StreamEngineError) -> None:
+    """Refuse an upgrade; by a bare 403 where the server in front cannot say more."""
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await WebSocket(scope, receive, send).send_denial_response(refusal(error))
+    else:
+        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
+
+
 class Gate:
     """ASGI middleware. Puts the `Principal` into ``scope["state"]["principal"]``."""
 
@@ -66,7 +74,7 @@ class Gate:
         try:
             self._check_host(Headers(scope=scope))
         except Forbidden as error:
-            await WebSocket(scope, receive, send).send_denial_response(refusal(error))
+            await deny(scope, receive, send, error)
         else:
             await self._app(scope, receive, send)
 

@@ -36,6 +36,12 @@ GAUGES = {
     "kv_pages": ("kv_cache_pages", "Pages of the KV cache that may be handed out."),
     "prefix_pages": ("prefix_cache_pages", "Pages whose prefix can be found."),
     "engine_open": ("streams_open", "Requests that are not ended."),
+    "remote_peers": ("remote_prefill_peers", "Engines that are connected and compute prompts for this one."),
+    "remote_waiting": ("remote_prefills_waiting", "Requests whose prompt is to come from there."),
+    "remote_zombies": ("remote_prefill_zombies", "Transfers whose request went on without them, and that still go on."),
+    "prefills_waiting": ("peer_prefills_waiting", "Prompts of other engines that are to be computed."),
+    "prefills_held": ("peer_prefills_held", "Prompts of other engines whose pages are held for them."),
+    "transfer_pages": ("transfer_pages", "Pages of the KV cache that transfers hold."),
 }
 STREAMS = {
     "streams_kept": "Streams that can be attached to.",
@@ -53,9 +59,16 @@ COUNTERS = {
     "accepted_tokens": ("speculation_accepted_tokens", "Guessed tokens that were right."),
     "failed_steps": ("failed_steps", "Steps that raised."),
     "runner_compilations_after_ready": ("compilations_after_ready", "Compiles while serving: each one is a fault."),
+    "remote_sent": ("remote_prefills", "Prompts that another engine was to compute."),
+    "remote_landed": ("remote_prefills_landed", "Of these, those that it did."),
+    "remote_bytes": ("remote_prefill_bytes", "Bytes of the KV cache that came from other engines."),
+    "remote_mismatches": ("remote_prefill_mismatches", "Connections to engines whose pages mean something else."),
+    "prefills_done": ("peer_prefills", "Prompts that were computed for other engines."),
+    "prefills_expired": ("peer_prefills_expired", "Prompts of other engines that nobody asked for in time."),
     "engine_submitted": ("requests_submitted", "Requests that were taken in."),
 }
 BY_LABEL = {
+    "remote_fallbacks_": ("remote_prefill_fallbacks", "reason", "Of these, those that it did not."),
     "engine_ended_": ("requests_finished", "finish_reason", "Answers that ended."),
     "engine_refused_": ("requests_refused", "code", "Requests that were refused."),
 }

@@ -197,6 +197,18 @@ class StreamProtocol(WebSocketsSansIOProtocol):
         return 1006 if received is None else received.code
 
 
+class ForeignProtocol:
+    """Stands for the protocol class of a server that is not ours, as behind Ray: it does not tell how full its buffers
+    are, so a slow client is held back by its window alone."""
+
+    close_sent = False
+    close_code = 1006
+
+    def __init__(self) -> None:
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+
 def http_protocol(head_bytes: int) -> Any:
     """`HttpProtocol` with its bound, as uvicorn takes it."""
     return partial(HttpProtocol, head_bytes=head_bytes)

@@ -77,7 +77,8 @@ class StreamRoutes:
 
         async def open() -> Shown:
             record, replay = await streams.open(request.state.principal, generate, key)
-            return Shown(self._http, record, message.delivery, replay=replay, linger=as_events)
+            after = record.log.continued
+            return Shown(self._http, record, message.delivery, after, replay=replay, linger=as_events)
 
         shown = await unless_gone(request, open)
         if as_events:

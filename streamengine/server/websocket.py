@@ -12,13 +12,12 @@ from urllib.parse import parse_qsl
 import anyio
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from streamengine.errors import Forbidden, InvalidRequest, Overloaded, StreamEngineError, Unauthorized, Unavailable
 from streamengine.server.access import is_loopback, origin_allowed
-from streamengine.server.gate import refusal
+from streamengine.server.gate import deny
 from streamengine.server.identity import ANONYMOUS, Principal
-from streamengine.server.protocols import StreamProtocol
+from streamengine.server.protocols import ForeignProtocol, StreamProtocol
 from streamengine.server.service import Seat, Service
 from streamengine.session import Session, TransportClosed
 from streamengine_sdk import wire
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 class WebSocketTransport:
     """`streamengine.session.Transport` over one accepted ASGI WebSocket."""
 
-    def __init__(self, receive: Receive, send: Send, protocol: StreamProtocol) -> None:
+    def __init__(self, receive: Receive, send: Send, protocol: StreamProtocol | ForeignProtocol) -> None:
         self._receive = receive
         self._send = send
         self._protocol = protocol
@@ -83,11 +82,12 @@ class StreamEndpoint:
             if isinstance(principal, Principal):
                 service.check_connections(principal)
         except StreamEngineError as error:
-            await WebSocket(scope, receive, send).send_denial_response(refusal(error))
+            await deny(scope, receive, send, error)
             return
         known = principal if isinstance(principal, Principal) else None
         with service.connection(known) as seat:
-            transport = WebSocketTransport(receive, send, scope["state"]["protocol"])
+            protocol = scope.get("state", {}).get("protocol") or ForeignProtocol()
+            transport = WebSocketTransport(receive, send, protocol)
             await receive()
             await send({"type": "websocket.accept", "subprotocol": wire.PROTOCOL if offered else None})
             if isinstance(principal, Unauthorized):
@@ -131,7 +131,8 @@ class StreamEndpoint:
             Unauthorized, InvalidRequest: is to be told before it.
         """
         service, headers = self._service, Headers(scope=scope)
-        query = parse_qsl(scope["state"]["query"].decode("latin-1"), keep_blank_values=True)
+        text = scope.get("state", {}).get("query", scope["query_string"])
+        query = parse_qsl(text.decode("latin-1"), keep_blank_values=True)
         for name, _ in query:
             if name != "ticket":
                 raise InvalidRequest(f"a query may hold a ticket, no {name}: a key has no place in a URL", param=name)

@@ -42,7 +42,9 @@ from streamengine.session.view import View
 from streamengine.streams import ANONYMOUS, MAX_ATTACHMENTS, Principal, Streams
 from streamengine_sdk import wire
 
-FEATURES = ("ack", "attach", "batch", "coalesce", "grammar", "key", "logprobs", "pad", "token_ids", "values")
+FEATURES = (
+    *("ack", "attach", "batch", "coalesce", "continues", "grammar", "key", "logprobs", "pad", "token_ids", "values"),
+)
 """What `hello` announces beyond the bare protocol."""
 
 MAX_LINGER_S = 600
@@ -286,7 +288,8 @@ class Session:
         try:
             # When this is cancelled the engine has taken nothing; when it returns, there is a stream to let go of.
             record, replay = await self._streams.open(self._principal, generate, key)
-            view.attach(self._streams.attach(record, self._bell), replay=replay)
+            attachment = self._streams.attach(record, self._bell, record.log.continued)
+            view.attach(attachment, replay=replay)
             if view.cause is not None:  # that came meanwhile
                 self._streams.cancel(record, view.cause)
         except StreamEngineError as error:

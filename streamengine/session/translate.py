@@ -10,8 +10,9 @@ from streamengine.calls.parser import CallHead
 from streamengine.checks import exact_integer, shown
 from streamengine.engine import Generate
 from streamengine.errors import InvalidRequest, ModelNotFound, StreamEngineError, UnsupportedFeature
-from streamengine.log import Log, Timing, TokenLogprob
+from streamengine.log import Log, TokenLogprob
 from streamengine.sampling import MAX_LOGPROBS, SamplingParams
+from streamengine.timing import Timing
 from streamengine_sdk import wire
 
 SAMPLING = set(SamplingParams.__struct_fields__) & set(wire.Generate.__struct_fields__) - {"logprobs"}
@@ -50,6 +51,7 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
         tools=_or_none(message.tools),
         tool_choice=_or_none(message.tool_choice),
         parallel_tool_calls=_or_none(message.parallel_tool_calls),
+        continues=None if message.continues is UNSET else tuple(message.continues),
     )
 
 

@@ -56,6 +56,8 @@ class View:
         self._held_logprobs: list[wire.Logprob] = []
         self._blocked_since: float | None = None
         self._values = ValueTracker() if delivery.values else None
+        self._tracked = 0
+        """Entries whose text the tracker has seen."""
         self._made: deque[wire.Value | wire.Delta] = deque()
         """Values, and the delta that completes them."""
 
@@ -64,8 +66,6 @@ class View:
         self.attachment = attachment
         self._shown = attachment.acked
         self._replay = replay or UNSET
-        if self._values is not None:
-            self._values.feed(attachment.record.log.text_until(self._shown))
 
     def refuse(self, error: StreamEngineError, retry_after_ms: int | None = None) -> None:
         """There will be no stream."""
@@ -97,7 +97,7 @@ class View:
             return -inf
         if len(log) > position:
             return -inf if log.runs.end(position) is not None else self._flush_at(len(log))
-        if len(log):
+        if log.begun:
             return inf
         changed = self._progress != to_progress(self.id, log)
         return self._progress_at + (PROGRESS_S if changed else self._heartbeat_s)
@@ -114,11 +114,20 @@ class View:
         if not self._accepted:
             self._accepted = True
             return wire.Accepted(
-                id=self.id, stream=log.id, after=self._shown, model=model, created=time.time(), replay=self._replay
+                id=self.id,
+                stream=log.id,
+                after=self._shown,
+                model=model,
+                created=time.time(),
+                replay=self._replay,
+                seed=UNSET if log.seed is None else log.seed,
             )
+        before = self._shown
         if delta := self._take_delta(self.attachment, now):
             if self._values is not None:
+                self._values.feed(log.text_between(self._tracked, before))  # not shown here
                 self._made += self._told(self._values.feed(delta.text))
+                self._tracked = self._shown
             self._made.append(delta)
             return self._made.popleft()
         if self.attachment.reader.ended:
@@ -128,7 +137,7 @@ class View:
             attaches = self.attachment.record.attaches
             stats = wire.DeliveryStats(frames=self._frames, max_lag=self._max_lag, attaches=attaches)
             return to_terminal(self.id, log, stats)
-        if len(log):
+        if log.begun:
             return None
         self._progress, self._progress_at = to_progress(self.id, log), now
         return self._progress

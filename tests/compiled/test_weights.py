@@ -168,6 +168,31 @@ def test_layers_of_different_sizes_share_a_page_without_touching_each_other() ->
         assert not view[0].any()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_pages_are_bytes_for_whoever_moves_them(shared: bool) -> None:
+    store = KVStore(SHAPE, 3, shared=shared)
+    memory = store.memory()
+    assert memory is not None
+    assert (memory.pages, memory.page_bytes, memory.view.nbytes) == (3, SHAPE.page_bytes, 3 * SHAPE.page_bytes)
+    store.layers[1][0][2] = 1.0
+    memory.view[SHAPE.page_bytes : 2 * SHAPE.page_bytes] = memory.view[2 * SHAPE.page_bytes :]
+    assert torch.equal(store.layers[1][0][1], store.layers[1][0][2])
+    if memory.descriptor is None:
+        assert not shared
+        return
+    assert os.pread(memory.descriptor, SHAPE.page_bytes, SHAPE.page_bytes) == memory.view[2 * SHAPE.page_bytes :]
+
+
+def test_shared_pages_are_gone_with_the_store() -> None:
+    store = KVStore(SHAPE, 3, shared=True)
+    memory = store.memory()
+    assert memory is not None and memory.descriptor is not None
+    descriptor = memory.descriptor
+    del store, memory
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_the_pool_takes_no_more_than_could_ever_be_used() -> None:
     assert size_pool(SHAPE, asked=None, wanted_tokens=10, max_model_len=8, free=2**20, reserved=0) == 4
 

@@ -35,7 +35,7 @@ from streamengine_sdk import (
 )
 from tests.sdk.scripted import PATIENCE_S, ScriptedServer
 
-USUAL: Any = {"delivery": wire.Delivery(window=1024)}
+USUAL: Any = {"delivery": wire.Delivery(window=1024, token_ids=True)}
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ async def attached(peer: Peer, answer: Answer, after: int) -> None:
     """Expect the re-attachment of ``answer`` and move it to ``peer``."""
     message = await peer.heard()
     stream = f"st_{answer.id:0>22}"
-    assert message == wire.Attach(id=answer.id, stream=stream, after=after, delivery=wire.Delivery(window=1024))
+    assert message == wire.Attach(
+        id=answer.id, stream=stream, after=after, delivery=wire.Delivery(window=1024, token_ids=True)
+    )
     answer.move(peer)
     peer.say(wire.Accepted(id=answer.id, stream=stream, after=after))
 

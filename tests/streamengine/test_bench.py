@@ -1,13 +1,14 @@
 """The benchmarks over fakes: that they measure what they say, not how fast it is."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from compiled.step import Runner, StepResult
 from streamengine import bench, cli, compose
-from streamengine.bench import guided, reuse, scheduling, serving, startup, steps
+from streamengine.bench import guided, reuse, scheduling, serving, split, startup, steps
 from streamengine.config import EngineConfig
 from tests.fakes import ByteTokenizer, FakeHandle, FakeRunner, fake_kv, fake_model
 from tests.streamengine.guided.drawn import runner_in
@@ -53,6 +54,23 @@ def test_prefix_compares_an_engine_with_the_cache_and_one_without(monkeypatch, e
     assert result["without_cache"]["cached_tokens"] == 0
     assert result["with_cache"]["cached_tokens"] == 6 * 64
     assert result["ratio"] > 0
+
+
+def test_pd_compares_an_engine_that_is_alone_with_two_that_share_the_work(monkeypatch, engines):
+    monkeypatch.setattr(compose, "build_runner", lambda *_: FakeRunner(fake_kv(400, 16), fake_model(4096), shared=True))
+    monkeypatch.setattr(split, "PROCESSES", False)
+    monkeypatch.setattr(split, "LENGTHS", (40, 64))
+    monkeypatch.setattr(split, "REPEATS", 2)
+    monkeypatch.setattr(split, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    lines, result = measured("pd")
+    assert [(row["transport"], row["prompt_tokens"], row["equal"]) for row in result["rows"]] == [
+        ("shared_memory", 40, True),
+        ("shared_memory", 64, True),
+    ]
+    assert result["bytes_per_token"] == fake_kv(400, 16).page_bytes / 16
+    for row in result["rows"]:
+        assert row["ttft_ms"] >= row["first_token_ms"] > 0 and row["copy_ratio"] > 0 and row["moved_ms"] > 0
+    assert "costs, not gains" in lines[-1]
 
 
 def test_guided_compares_steps_with_and_without_masks(monkeypatch, tmp_path):

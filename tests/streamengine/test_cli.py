@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from anyio.from_thread import BlockingPortal
+from msgspec import structs
 
 from compiled.step import LoadError, Runner
 from streamengine import chat, cli, compose
-from streamengine.config import EngineConfig
+from streamengine.config import EngineConfig, TransferConfig
 from streamengine.engine import Engine
 from streamengine.link import Progress
-from streamengine.options import ENGINE, SAMPLING, SERVER, Group
+from streamengine.options import ENGINE, SAMPLING, SERVER, TRANSFER, Group
 from tests.fakes import BOS, ByteTokenizer, FakeRunner, fake_kv, fake_model, script
 from tests.streamengine.guided.drawn import runner_in
 
@@ -228,6 +229,9 @@ class Terminal(io.StringIO):
         (["chat", "--model", ""], "model"),
         (["serve", "--port", "70000"], "port"),
         (["serve", "--drain-s", "-1"], "drain_s"),
+        (["serve", "--role", "prefill"], "listen"),
+        (["serve", "--role", "decode", "--peer", "somewhere"], "somewhere"),
+        (["serve", "--prefill-threshold", "9"], "prefill_threshold"),
         (["serve", "--drain-s", "inf"], "drain_s"),
         (["serve", "--heartbeat-s", "nan"], "heartbeat_s"),
         (["serve", "--host", "x" * 64], "host"),
@@ -251,9 +255,11 @@ def test_an_engine_that_fails_is_status_1_and_one_line(runner, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("group", [ENGINE, SAMPLING, SERVER], ids=lambda group: group.panel)
+@pytest.mark.parametrize("group", [ENGINE, SAMPLING, SERVER, TRANSFER], ids=lambda group: group.panel)
 def test_every_field_of_a_value_is_an_option(group: Group):
-    assert list(group.help) == list(group.value.__struct_fields__)
+    fields = structs.fields(group.value)
+    nested = {field.name for field in fields if field.type == TransferConfig | None}
+    assert list(group.help) == [field.name for field in fields if field.name not in nested]
 
 
 def test_an_option_can_be_set_in_the_environment_and_the_argument_wins(runner, capsys, monkeypatch):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamengine.errors import EngineFailure, InvalidRequest
-from streamengine.log import Log, Outcome, Stopwatch, Timing, Usage
+from streamengine.log import Log, Outcome, Usage
+from streamengine.timing import Stopwatch, Timing
 
 
 class Bell:

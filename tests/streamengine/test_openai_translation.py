@@ -15,13 +15,14 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from streamengine.bell import Bell
 from streamengine.engine import Generate
 from streamengine.errors import EngineFailure, InvalidJSON, InvalidRequest, ShuttingDown, StreamEngineError
-from streamengine.log import Log, Outcome, Timing, TokenLogprob, Usage
+from streamengine.log import Log, Outcome, TokenLogprob, Usage
 from streamengine.request import FinishReason
 from streamengine.sampling import SamplingParams
 from streamengine.server.http import decode
 from streamengine.server.openai.answers import ChoiceReader, Echo, Piece, Shape, usage
 from streamengine.server.openai.requests import ChatRequest, CompletionRequest, lenient
 from streamengine.server.openai.translate import chat_generate, check_body, completion_generates
+from streamengine.timing import Timing
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -49,7 +49,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 class Generate(_Client, frozen=True, tag="generate"):
     """Start a stream. Exactly one of ``messages``, ``prompt`` (plain text, no template) and ``token_ids``.
 
-    A repeat with the same ``key`` shows the stream that the first one started.
+    A repeat with the same ``key`` shows the stream that the first one started. ``continues`` are the first tokens of
+    an answer that another server began: what follows them is shown, with positions, text and limits of the whole.
     """
 
     id: RequestId
@@ -58,6 +59,7 @@ class Generate(_Client, frozen=True, tag="generate"):
     token_ids: Annotated[list[TokenId], Meta(min_length=1)] | UnsetType = UNSET
     model: str | UnsetType = UNSET
     key: Annotated[str, Meta(min_length=8, max_length=128)] | UnsetType = UNSET
+    continues: Annotated[list[TokenId], Meta(min_length=1)] | UnsetType = UNSET
     max_tokens: int | UnsetType = UNSET
     min_tokens: int | UnsetType = UNSET
     temperature: float | UnsetType = UNSET

@@ -73,7 +73,8 @@ class Hello(_Server, frozen=True, tag="hello"):
 class Accepted(_Server, frozen=True, tag="accepted"):
     """The answer to `Generate` and `Attach`: tokens after ``after`` follow.
 
-    ``replay`` is set where the `Generate` repeated a key and so started nothing.
+    ``replay`` is set where the `Generate` repeated a key and so started nothing. ``seed`` is what the tokens are drawn
+    with, asked for or not: another server needs it to continue the answer.
     """
 
     id: str
@@ -82,6 +83,7 @@ class Accepted(_Server, frozen=True, tag="accepted"):
     model: str | UnsetType = UNSET
     created: float | UnsetType = UNSET
     replay: bool | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
 
 
 class Progress(_Server, frozen=True, tag="progress"):
@@ -160,7 +162,9 @@ class InterToken(msgspec.Struct, frozen=True):
 class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds on the server's monotonic clock; absent (None) where it did not come to that.
 
-    ``forced_tokens`` of the answer took no time to choose: its grammar left no choice.
+    ``forced_tokens`` of the answer took no time to choose: its grammar left no choice. ``continued_tokens`` of it came
+    with the request, and the times are those of the rest. ``remote_prefill`` is ``done`` where another engine than the
+    one that answers computed the prompt, or why one that was to compute it did not.
     """
 
     total_ms: float | None = None
@@ -171,6 +175,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_s: float | None = None
     itl_ms: InterToken | None = None
     forced_tokens: int = 0
+    continued_tokens: int = 0
+    remote_prefill: str | None = None
 
 
 class Guided(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,152 @@
+"""Prefill apart from decode, with both engines on this machine: what the handover costs.
+
+It shows no gain and cannot: the two share what one would have alone. What carries over to other machines are bytes per
+token and the ratios.
+"""
+
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+from msgspec import structs
+
+from streamengine import compose
+from streamengine.config import EngineConfig, TransferConfig
+from streamengine.engine import Engine, Result
+from streamengine.errors import EngineFailure
+from streamengine.link import Progress
+from streamengine.profile.hardware import usable_cores
+from streamengine.sampling import SamplingParams
+
+LENGTHS = (128, 512, 1024)
+REPEATS = 5
+ANSWER = 8
+PROCESSES = True
+"""A core in a process of its own for each engine."""
+
+PATIENCE_S, POLL_S = 60.0, 0.01
+ROOM = 8
+"""Times the longest prompt that the pool holds: a quarter of it is for transfers."""
+
+Report = Callable[[Progress], None]
+Show = Callable[[str], None]
+
+
+def measure(config: EngineConfig, report: Report, show: Show) -> dict[str, Any]:
+    """Medians over `REPEATS` prompts of each of `LENGTHS`: computed by an engine that is alone, and by another one."""
+    pages = ROOM * -(-(max(LENGTHS) + ANSWER) // config.page_size)
+    config = structs.replace(config, enable_prefix_caching=False, kv_pages=config.kv_pages or 1 + pages)
+    return anyio.run(_measure, config, report, show)
+
+
+async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str, Any]:
+    async with compose.open_engine(config, process=PROCESSES, progress=report) as engine:
+        alone = {length: await _ask(engine, length) for length in LENGTHS}
+        kv = engine.kv
+    copied = _copy_bytes_per_s(kv.page_bytes)
+    transports = ["shared_memory", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+    rows = []
+    for transport in transports:
+        for row in await _split(config, transport, report, alone):
+            row |= {
+                "copy_ratio": row["bytes_per_s"] / copied,
+                "moved_of_prefill": row["moved_ms"] / row["alone_ttft_ms"],
+            }
+            rows.append(row)
+            show(_line(row))
+    cores = usable_cores()
+    show(f"split     two engines on {cores} cores share what one would have alone: these are costs, not gains")
+    token_bytes = kv.page_bytes / kv.page_size
+    return {"cores": cores, "bytes_per_token": token_bytes, "copy_bytes_per_s": copied, "rows": rows}
+
+
+async def _split(
+    config: EngineConfig, transport: str, report: Report, alone: dict[int, list[Result]]
+) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"unix:{folder}/prefill"
+        of_p = TransferConfig(role="prefill", listen=where, kv_transport=transport)  # type: ignore[arg-type]
+        of_d = TransferConfig(
+            role="decode", peers=(where,), kv_transport=transport, prefill_threshold=1, on_load_failure="fail"
+        )  # type: ignore[arg-type]
+        async with (
+            compose.open_engine(structs.replace(config, transfer=of_p), process=PROCESSES, progress=report) as p,
+            compose.open_engine(structs.replace(config, transfer=of_d), process=PROCESSES, progress=report) as d,
+        ):
+            await _met(d)
+            return [await _compare(p, d, transport, length, alone[length]) for length in LENGTHS]
+
+
+async def _met(engine: Engine) -> None:
+    """Its peer is connected."""
+    for _ in range(int(PATIENCE_S / POLL_S)):
+        if (await engine.statistics())["remote_peers"]:
+            return
+        await anyio.sleep(POLL_S)
+    raise EngineFailure(f"the engines did not meet within {PATIENCE_S:g} s")
+
+
+async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: list[Result]) -> dict[str, Any]:
+    await _ask(d, length, 1)  # the first one makes connections
+    before = await p.statistics()
+    found = await _ask(d, length)
+    after, moved = await p.statistics(), await d.statistics()
+    if not all(result.timing.remote_prefill == "done" for result in found):
+        raise EngineFailure(f"a prompt of {length} tokens was not computed by the other engine")
+    ttft = _ttft_ms(found)
+    steps_ms = 1000 * (after["step_s_sum"] - before["step_s_sum"]) / len(found)
+    size = length // d.kv.page_size * d.kv.page_bytes
+    return {
+        "transport": transport,
+        "prompt_tokens": length,
+        "alone_ttft_ms": _ttft_ms(alone),
+        "ttft_ms": ttft,
+        "prefill_steps_ms": steps_ms,
+        "first_token_ms": max(0.0, ttft - steps_ms),
+        "bytes_per_s": moved["remote_bytes_per_s"],
+        "moved_ms": 1000 * size / moved["remote_bytes_per_s"],
+        "overhead_ms": 1000 * moved["remote_overhead_s"],
+        "equal": [result.token_ids for result in found] == [result.token_ids for result in alone],
+    }
+
+
+async def _ask(engine: Engine, length: int, times: int | None = None) -> list[Result]:
+    """Greedy answers to prompts that are the same in every engine."""
+    draw = np.random.default_rng(length)
+    sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
+    results = []
+    for _ in range(times or REPEATS):
+        ids = tuple(draw.integers(0, engine.model.vocab_size, length).tolist())
+        results.append(await engine.generate(token_ids=ids, sampling=sampling))
+    return results
+
+
+def _ttft_ms(results: list[Result]) -> float:
+    return statistics.median(result.timing.ttft_ms or 0.0 for result in results)
+
+
+def _copy_bytes_per_s(page_bytes: int) -> float:
+    """Of one thread that copies scattered pages, the second time."""
+    pages = max(2, 64 * 2**20 // max(page_bytes, 1))
+    theirs, ours = np.ones((pages, page_bytes), np.uint8), np.zeros((pages, page_bytes), np.uint8)
+    order = np.random.default_rng(0).permutation(pages)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        for source, target in enumerate(order):
+            ours[target] = theirs[source]
+        seconds = time.perf_counter() - began
+    return ours.nbytes / seconds
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        "split     {transport:>13} {prompt_tokens:>5} tok  first token {ttft_ms:8.1f} ms (alone {alone_ttft_ms:8.1f}), "
+        "{first_token_ms:6.1f} ms of it not in steps; pages {moved_ms:6.1f} ms, {copy_ratio:.2f} of a copy's speed, "
+        "{moved_of_prefill:.2%} of the prefill; all else {overhead_ms:.1f} ms; answers {verdict}"
+    ).format(**row, verdict="equal" if row["equal"] else "DIFFERENT")

@@ -1,0 +1,99 @@
+"""From a config to a connector: who this engine is for its peers, what moves its pages, and both scheduler halves."""
+
+import dataclasses
+import secrets
+
+from compiled.step import KVMemory, KVSpec, ModelSpec
+from streamengine.config import EngineConfig, TransferConfig
+from streamengine.errors import StartupError
+from streamengine.landing import Landing
+from streamengine.transfer.choose import Threshold
+from streamengine.transfer.connector import Connector
+from streamengine.transfer.decode import Decode
+from streamengine.transfer.identity import identify
+from streamengine.transfer.prefill import Checksums, Prefills
+from streamengine.transfer.shared_memory import SharedMemory
+from streamengine.transfer.transport import Transport, TransportError, checksums
+from streamengine.transfer.values import Card, Fingerprint
+from streamengine.transfer.worker import Worker
+
+PREFILL_SHARE, SHARE = 2, 4
+"""One part in so many of the pool is kept for transfers: where it computes prompts for others alone, and else."""
+
+
+def reserve(config: TransferConfig, kv: KVSpec) -> KVSpec:
+    """``kv`` with the pages that transfers may hold set apart."""
+    return dataclasses.replace(kv, reserved=(kv.pages - 1) // (PREFILL_SHARE if config.role == "prefill" else SHARE))
+
+
+def open_worker(
+    config: TransferConfig, model: ModelSpec, kv: KVSpec, memory: KVMemory | None
+) -> tuple[Card, Worker, Checksums]:
+    """Listen and connect. The card has no address: the worker's has.
+
+    Raises:
+        StartupError: this KV cache cannot be moved so, or that address cannot be had.
+    """
+    if memory is None:
+        raise StartupError(f"the KV cache of this device cannot be moved by {config.kv_transport}", param="device")
+    try:
+        transport = _transport(config)
+        fingerprint = Fingerprint(
+            model=identify(model.folder),
+            compute=model.dtype,
+            dtype=kv.dtype,
+            page_size=kv.page_size,
+            page_bytes=kv.page_bytes,
+            layers=kv.layers,
+            layout=kv.layout,
+            window=kv.window,
+            transport=transport.name,
+            transport_version=transport.version,
+        )
+        incarnation = secrets.token_hex(8)
+        card = Card(engine=config.name or incarnation, incarnation=incarnation, fingerprint=fingerprint)
+        worker = Worker(card, memory, transport, listen_at=config.listen, peers=config.peers)
+    except (OSError, ValueError, TransportError) as error:
+        raise StartupError(f"pages cannot be moved between engines: {error}", param="transfer") from error
+    return card, worker, lambda pages: checksums(memory, pages)
+
+
+def build_connector(
+    config: EngineConfig, model: ModelSpec, kv: KVSpec, opened: tuple[Card, Worker, Checksums], landing: Landing
+) -> Connector:
+    """What the core has of its worker, for both directions that ``config`` names."""
+    card, worker, sums = opened
+    transfer = config.transfer
+    assert transfer is not None
+    decode = prefills = None
+    if transfer.peers:
+        decode = Decode(
+            landing,
+            Threshold(transfer.prefill_threshold, kv.page_bytes, kv.page_size),
+            name=f"{card.engine}/{card.incarnation}",
+            page_size=kv.page_size,
+            page_bytes=kv.page_bytes,
+            lease_s=transfer.lease_s,
+            deadline_s=transfer.transfer_deadline_s,
+            on_failure="recompute" if transfer.recomputes else "fail",
+        )
+    if transfer.listen:
+        prefills = Prefills(
+            landing,
+            engine=card.engine,
+            incarnation=card.incarnation,
+            page_size=kv.page_size,
+            most=config.max_num_seqs + config.max_queue,
+            vocab_size=model.vocab_size,
+            checksums=sums if config.debug else None,
+        )
+    return Connector(worker, landing, decode, prefills)
+
+
+def _transport(config: TransferConfig) -> Transport:
+    if config.kv_transport == "nixl":
+        # An optional dependency, and slow to load.
+        from streamengine.transfer.nixl import Nixl
+
+        return Nixl()
+    return SharedMemory()

@@ -1,0 +1,162 @@
+"""Prefill apart from decode as a person uses it: two `serve` commands with the real model, and what a client gets."""
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from streamengine_sdk import AsyncClient
+from tests.test_system import Command, pytestmark, serve
+from tests.transfers import NIXL, no_nixl
+
+assert pytestmark  # the same model, and the same reason to skip
+pytestmark = [*pytestmark, pytest.mark.slow]
+
+ENGINE = ("--dtype", "float32", "--threads", "1", "--kv-pages", "600", "--max-model-len", "2048", "--debug")
+LENGTHS = (5, 15, 16, 17, 33, 100, 127, 128, 129, 300, 511, 512, 513, 700, 1000, 1500)
+TOKENS = 16
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Of `LENGTHS` tokens. Two pairs begin alike, for the prefix caches on both sides."""
+    draw = random.Random(3)
+    made = [tuple(draw.randrange(100, 40_000) for _ in range(length)) for length in LENGTHS]
+    made[7] = made[5] + made[7][len(made[5]) :]
+    made[-1] = made[-2] + made[-1][len(made[-2]) :]
+    return made
+
+
+async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> tuple[tuple[int, ...], str | None]:
+    """Tokens, and what came of a remote prefill."""
+    async with AsyncClient(url) as client:
+        settings = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **options}
+        result = await client.generate(token_ids=prompt, **settings)
+        return tuple(result.token_ids), result.timing.remote_prefill
+
+
+def ask_all(url: str) -> list[tuple[tuple[int, ...], str | None]]:
+    """Greedily, one after the other; then some drawn by a seed, all at once."""
+
+    async def work() -> list[tuple[tuple[int, ...], str | None]]:
+        with anyio.fail_after(400):
+            found = [await ask(url, prompt) for prompt in prompts()]
+            together: dict[int, tuple[tuple[int, ...], str | None]] = {}
+
+            async def one(number: int) -> None:
+                together[number] = await ask(url, prompts()[-number - 1], temperature=1.0, seed=number)
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    tasks.start_soon(one, number)
+            return found + [together[number] for number in range(6)]
+
+    return anyio.run(work)
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Command]:
+    command = serve(*ENGINE, *options)
+    with command.process:
+        try:
+            yield command
+        finally:
+            if command.process.poll() is None:
+                command.process.send_signal(signal.SIGTERM)
+                try:
+                    command.process.wait(60)
+                except TimeoutError:
+                    command.process.kill()
+
+
+def statistics(command: Command) -> dict[str, float]:
+    with urllib.request.urlopen(f"{command.url}/v1/stats", timeout=20) as answer:
+        found: dict[str, float] = json.load(answer)
+        return found
+
+
+def eventually(command: Command, **wanted: float) -> None:
+    """Some numbers of its statistics come to be these."""
+    end = time.monotonic() + 30
+    while (found := {name: statistics(command)[name] for name in wanted}) != wanted:
+        assert time.monotonic() < end, f"{found}, not {wanted}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[int, ...]]:
+    """What one engine says that has no other."""
+    with serving() as command:
+        return [tokens for tokens, _ in ask_all(command.url)]
+
+
+@contextmanager
+def split(folder: Path, transport: str, *of_decode: str) -> Iterator[tuple[Command, Command]]:
+    """P and D, which has met it."""
+    where = f"unix:{folder / 'p'}"
+    with ExitStack() as stack:
+        p = stack.enter_context(serving("--role", "prefill", "--listen", where, "--kv-transport", transport))
+        remote = ("--role", "decode", "--peer", where, "--kv-transport", transport, "--prefill-threshold", "1")
+        d = stack.enter_context(serving(*remote, *of_decode))
+        eventually(d, remote_peers=1)
+        yield p, d
+
+
+@pytest.fixture(params=["shared_memory", "nixl"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "nixl":
+        if reason := no_nixl():
+            pytest.skip(reason)
+        monkeypatch.syspath_prepend(str(NIXL))
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    return str(request.param)
+
+
+def test_answers_are_token_by_token_those_of_one_engine_alone(
+    transport: str, tmp_path: Path, alone: list[tuple[int, ...]]
+) -> None:
+    with split(tmp_path, transport) as (p, d):
+        found = ask_all(d.url)
+        assert [tokens for tokens, _ in found] == alone
+        ways = [way for _, way in found]
+        assert ways.count("done") >= len(LENGTHS) - 1, f"{ways}"
+        eventually(d, transfer_pages=0, remote_zombies=0, remote_waiting=0)
+        eventually(p, transfer_pages=0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_the_prefill_engine_dies_or_hangs_the_answers_still_come_and_no_page_is_lost(
+    transport: str, tmp_path: Path, alone: list[tuple[int, ...]], how: signal.Signals
+) -> None:
+    deadline = ("--transfer-deadline-s", "3", "--on-load-failure", "recompute")
+    with split(tmp_path, transport, *deadline) as (p, d):
+        found: dict[int, tuple[tuple[int, ...], str | None]] = {}
+
+        async def work() -> None:
+            async def one(number: int) -> None:
+                found[number] = await ask(d.url, prompts()[number])
+
+            with anyio.fail_after(200):
+                found[0] = await ask(d.url, prompts()[0])
+                async with anyio.create_task_group() as tasks:
+                    for number in range(1, len(LENGTHS)):
+                        tasks.start_soon(one, number)
+                    await anyio.sleep(1)  # into the middle of it
+                    os.kill(p.core, how)
+
+        core = p.core
+        anyio.run(work)
+        assert [found[number][0] for number in range(len(LENGTHS))] == alone[: len(LENGTHS)]
+        assert found[0][1] == "done"
+        assert any(way != "done" for _, way in found.values()), "it did not die in the middle"
+        if how == signal.SIGSTOP:
+            os.kill(core, signal.SIGCONT)
+        eventually(d, transfer_pages=0, remote_zombies=0, remote_waiting=0)
