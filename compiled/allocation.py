@@ -12,7 +12,7 @@ from compiled.choices import RunnerOptions
 from compiled.device import Device
 from compiled.kv_store import SHARE_OF_DEVICE_MEMORY, SHARE_OF_FREE_MEMORY, KVShape, KVStore, LayerShape, size_pool
 from compiled.memory import available_memory, peak_of
-from compiled.rehearsal import NUCLEUS, WHOLE, full_step
+from compiled.rehearsal import RANKED, WHOLE, full_step
 from compiled.step import Runner, Step
 
 
@@ -52,7 +52,7 @@ def allocate(
     most = (options.page_size, options.max_num_seqs, options.max_num_batched_tokens)
     few = 1 + options.max_num_seqs + options.max_num_batched_tokens // options.page_size
     runner.allocate(KVStore(shape, few, device))
-    step = full_step(*most, WHOLE if device is None else NUCLEUS)
+    step = full_step(*most, WHOLE if device is None else RANKED)
     measure = peak_of if device is None else device.peak_of
     step_bytes = measure(lambda: runner.submit(step).wait())
     if device is not None:

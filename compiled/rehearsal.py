@@ -9,7 +9,7 @@ from compiled.step import PADDING_PAGE, Row, Sampling, Step
 
 WHOLE = Sampling(temperature=1.0)
 CUT = Sampling(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, typical_p=0.5, repetition_penalty=1.1, logprobs=1)
-NUCLEUS = Sampling(temperature=1.0, top_p=0.9)
+RANKED = Sampling(temperature=1.0, top_p=0.9, typical_p=0.9)
 """What sampling on a GPU needs the most memory for."""
 
 

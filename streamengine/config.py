@@ -87,7 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         device: ``auto`` is ``cuda`` where there is one and FlashInfer, else ``cpu``; ``recording`` runs what a GPU
             would on the CPU, for tests.
         dtype: of weights and KV cache; ``auto`` takes bfloat16 on a GPU, and where the CPU computes it natively.
-        kv_dtype: of the KV cache alone: ``fp8_e4m3`` takes half of the memory, where the attention has it.
+        kv_dtype: of the KV cache alone: ``fp8_e4m3`` takes half of the memory, where the attention has it;
+            scaled by the checkpoint's factors where it has some.
         eager: run uncompiled with the reference attention: slow, and the truth.
         attention: ``flashinfer`` is for GPUs, ``cpu`` the C++ kernel, ``reference`` plain PyTorch, ``auto`` the best
             there is.

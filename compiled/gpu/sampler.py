@@ -1,8 +1,9 @@
 """`compiled.sampler` for logits on an accelerator: the same tokens, without ever waiting for the device.
 
 All that the host knows (options, places of edits, random numbers) travels with the step's inputs; what it would have
-to look at is computed for all rows instead: every row is rescued, though few need it, and candidates are found by
-sorting. The token before the one that is drawn may still be in flight: what depends on it is computed on the device.
+to look at is computed for all rows instead: every row is rescued, though few need it, and candidates are those that any
+row could have. The token before the one that is drawn may still be in flight: what depends on it is computed on the
+device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,13 @@ _FEW = 1024
 """Rows whose top_k is at most this have that many candidates, which are found without sorting the vocabulary."""
 
 _ROWS_AT_ONCE = 32
-"""Of those whose vocabulary is sorted: what that takes beside is a dozen times their logits."""
+"""Of those whose whole vocabulary is cut: what that takes beside is a dozen times their logits."""
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""Shift and width of the digits of a positive float32's bits, which order as it does."""
+
+_UNIT = 2.0**61
+"""Of probabilities as integers: their sums are the same in any order, and off by less than one of these a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,15 @@ class Unseen:
 @dataclass(frozen=True, slots=True)
 class Group:
     """N rows that are treated alike: ``rows`` numbers theirs, ``adjacent`` as a slice where they are. ``arrays`` are
-    numbers of a parcel's arrays, by name; ``most`` is how many candidates a cut row has (0: any number)."""
+    numbers of a parcel's arrays, by name; ``most`` is how many candidates a cut row has (0: any number), ``ranked``
+    whether it must know them in order."""
 
     kind: Kind
     edited: bool
     adjacent: slice | None
     arrays: dict[str, int]
     most: int = 0
+    ranked: bool = True
     typical: bool = False
     partly_masked: bool = False
 
@@ -58,8 +67,13 @@ def stage(parts: Sequence[Part], vocabulary: int, parcel: Parcel, unseen: Sequen
     return tuple(_stage(list(alike), vocabulary, parcel, missing) for _, alike in groupby(ordered, _alike))
 
 
-def _alike(part: Part) -> tuple[int, bool, bool]:
-    return part.kind, part.edits is not None, _most(part) > 0
+def _alike(part: Part) -> tuple[int, bool, bool, bool]:
+    return part.kind, part.edits is not None, _most(part) > 0, _ranked(part)
+
+
+def _ranked(part: Part) -> bool:
+    """Whether candidates must be known in order."""
+    return bool(part.top_k.any() or (part.typical_p < 1).any())
 
 
 def _most(part: Part) -> int:
@@ -94,6 +108,7 @@ def _stage(parts: Sequence[Part], vocabulary: int, parcel: Parcel, missing: dict
         slice(begin, end) if adjacent else None,
         arrays,
         most=max(_most(part) for part in parts),
+        ranked=_ranked(first),
         typical=any(bool((part.typical_p < 1).any()) for part in parts),
         partly_masked=any(mask is None or bool(mask.min() < 0) for mask in masks or ()),
     )
@@ -215,12 +230,38 @@ def _draw_cut(probs_NV: Tensor, options: Tensor, group: Group) -> Tensor:
     _, top_k_N, top_p_N, min_p_N, typical_N, uniform_N = options
     floor_N1 = probs_NV.amax(dim=-1, keepdim=True) * min_p_N.float()[:, None]
     mass_NV = torch.where(probs_NV >= floor_N1, probs_NV, 0)
-    sorted_NK, ids_NK = _likeliest(mass_NV, group.most)
     whole_N = (top_k_N == 0) & (min_p_N == 0)
-    kept_NK = keep(sorted_NK, top_k_N, top_p_N, typical_N if group.typical else None, whole_N)
-    mass_NV = torch.zeros_like(mass_NV).scatter_(1, ids_NK, sorted_NK * kept_NK)
+    if group.ranked:
+        sorted_NK, ids_NK = _likeliest(mass_NV, group.most)
+        kept_NK = keep(sorted_NK, top_k_N, top_p_N, typical_N if group.typical else None, whole_N)
+        mass_NV = torch.zeros_like(mass_NV).scatter_(1, ids_NK, sorted_NK * kept_NK)
+    else:
+        mass_NV = mass_NV * _nucleus(mass_NV, top_p_N, whole_N)
     sums_NV = mass_NV.cumsum(dim=-1, dtype=torch.float64)
     return find(mass_NV, sums_NV, uniform_N * sums_NV[:, -1]).squeeze(1)
+
+
+def _nucleus(mass_NV: Tensor, top_p_N: Tensor, whole_N: Tensor) -> Tensor:
+    """What top_p alone leaves, as `compiled.draw.keep` does and without sorting: the least mass that is kept is found
+    digit by digit, each from the sums of the masses by that digit."""
+    units_NV = (mass_NV.double() * _UNIT).long()
+    total_N = torch.where(whole_N, _UNIT, units_NV.sum(dim=-1).double())
+    limit_N = torch.where(top_p_N < 1, (top_p_N * total_N).ceil(), 2 * _UNIT).long()
+    bits_NV = mass_NV.view(torch.int32)
+    left_N1, least_N1 = limit_N[:, None], torch.zeros_like(limit_N)[:, None]
+    equal_NV = torch.ones_like(bits_NV, dtype=torch.bool)
+    for shift, width in _DIGITS:
+        digit_NV = (bits_NV >> shift & (1 << width) - 1).long()
+        sums_NB = units_NV.new_zeros(len(units_NV), 1 << width).scatter_add_(1, digit_NV, units_NV * equal_NV)
+        above_NB = sums_NB.flip(-1).cumsum(dim=-1).flip(-1) - sums_NB
+        found_N1 = (above_NB >= left_N1).sum(dim=-1, keepdim=True)
+        left_N1 = left_N1 - above_NB.gather(1, found_N1)
+        least_N1 = least_N1 << width | found_N1
+        equal_NV &= digit_NV == found_N1
+    # Of those that are equal to the least, the first in the vocabulary's order.
+    unit_N1 = (equal_NV * units_NV).amax(dim=-1, keepdim=True).clamp(min=1)
+    few_N1 = (left_N1 + unit_N1 - 1) // unit_N1
+    return (bits_NV > least_N1) | (equal_NV & (equal_NV.cumsum(dim=-1) <= few_N1))
 
 
 def _likeliest(mass_NV: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from compiled.step import PADDING_PAGE, Handle, Row, Runner, Sampling, Step
 
 
@@ -16,6 +18,18 @@ class Times:
     host: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
     all: list[float] = field(default_factory=list)
+
+
+class Parity:
+    """Masks that hang on the newest token of each row: behind an even one comes an odd one."""
+
+    def __init__(self, tokens: list[list[int]], vocabulary: int) -> None:
+        self._tokens = tokens
+        self.words = -(-vocabulary // 32)
+
+    def wait(self) -> memoryview:
+        rows = np.array([0x55555555 << (row[-1] % 2 == 0) for row in self._tokens], np.uint32)
+        return memoryview(rows[:, None].repeat(self.words, axis=1).tobytes())
 
 
 class Driver:
@@ -57,9 +71,16 @@ class Driver:
             for row, sampled in zip(rows, result.tokens, strict=True):
                 self.tokens[row.request] += sampled
 
-    def decode(self, steps: int, *, depth: int | None = None, submitted: Callable[[], None] = lambda: None) -> Times:
-        """``steps`` tokens for every row, with as many steps in flight as the runner takes (or ``depth``).
-        ``submitted`` is called after each."""
+    def decode(
+        self,
+        steps: int,
+        *,
+        depth: int | None = None,
+        guided: bool = False,
+        submitted: Callable[[], None] = lambda: None,
+    ) -> Times:
+        """``steps`` tokens for every row, with as many steps in flight as the runner takes (or ``depth``). ``guided``:
+        by `Parity`. ``submitted`` is called after each."""
         depth = self._runner.depth if depth is None else depth
         times, length = Times(), [len(row) for row in self.tokens]
         began = time.perf_counter()
@@ -67,11 +88,19 @@ class Driver:
             started = time.perf_counter()
             pending = bool(self._flying)
             rows = [
-                Row(i, (0 if pending else tokens[-1],), length[i] - 1, self._pages[i], self._sampling, pending)
+                Row(
+                    request=i,
+                    tokens=(0 if pending else tokens[-1],),
+                    start=length[i] - 1,
+                    pages=self._pages[i],
+                    sampling=self._sampling,
+                    pending=pending,
+                    mask=i if guided else None,
+                )
                 for i, tokens in enumerate(self.tokens)
             ]
             length = [one + 1 for one in length]
-            self._flying.append((self._submit(rows), list(range(len(rows)))))
+            self._flying.append((self._submit(rows, guided), list(range(len(rows)))))
             submitted()
             launched = time.perf_counter()
             if len(self._flying) >= depth:
@@ -90,9 +119,10 @@ class Driver:
         for row, sampled in zip(rows, handle.wait().tokens, strict=True):
             self.tokens[row] += sampled
 
-    def _submit(self, rows: list[Row]) -> Handle:
+    def _submit(self, rows: list[Row], guided: bool = False) -> Handle:
         self._number += 1
-        return self._runner.submit(Step(self._number, tuple(rows)))
+        masks = Parity(self.tokens, self._runner.model.vocab_size) if guided else None
+        return self._runner.submit(Step(self._number, tuple(rows), masks=masks))
 
 
 def one_step(runner: Any, rows: list[tuple[list[int], int]]) -> Step:

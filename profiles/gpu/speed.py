@@ -1,6 +1,7 @@
 """Steps against the clock: decode and prefill beside the ceilings, host time apart, transformers beside it."""
 
 import inspect
+import itertools
 import statistics
 import time
 from typing import Any
@@ -14,23 +15,31 @@ from profiles.gpu.machine import best, ceilings
 
 
 def overlap(bench: Bench) -> None:
-    """As many steps in flight as the runner takes give the tokens that one at a time gives, and hide host time."""
+    """As many steps in flight as the runner takes give the tokens that one at a time gives, and hide host time; also
+    where each step's bitmask hangs on the tokens of the one before."""
     runner = bench.runner("large")
-    told = {}
-    for name, depth in (("one", 1), ("overlapped", runner.depth)):
-        driver = _filled(bench, runner, min(8, bench.sizes.max_num_seqs))
-        times = driver.decode(bench.sizes.steps, depth=depth)
-        told[name] = driver.tokens
-        bench.facts[f"{name}_ms"] = _ms(times.all)
     bench.facts["depth"] = runner.depth
-    bench.show("one step at a time {one_ms:.3f} ms, {depth} in flight {overlapped_ms:.3f} ms")
     bench.expect(runner.depth > 1, "the runner takes one step at a time")
-    bench.expect(told["one"] == told["overlapped"], "tokens differ between one step at a time and several in flight")
+    for kind in ("plain", "guided"):
+        told = []
+        for name, depth in (("one", 1), ("overlapped", runner.depth)):
+            driver = _filled(bench, runner, min(8, bench.sizes.max_num_seqs))
+            times = driver.decode(bench.sizes.steps, depth=depth, guided=kind == "guided")
+            told.append([tokens[-bench.sizes.steps - 1 :] for tokens in driver.tokens])
+            bench.facts[f"{kind}_{name}_ms"] = _ms(times.all)
+        bench.expect(told[0] == told[1], f"{kind} tokens differ between one step at a time and several in flight")
+    pairs = [pair for tokens in told[1] for pair in itertools.pairwise(tokens)]
+    bench.expect(all((one + two) % 2 for one, two in pairs), "a guided token is none that its bitmask allows")
+    bench.show(
+        "one step at a time {plain_one_ms:.3f} ms, {depth} in flight {plain_overlapped_ms:.3f} ms; "
+        "guided {guided_one_ms:.3f} and {guided_overlapped_ms:.3f} ms"
+    )
     if bench.device.type == "cuda":
         driver = _filled(bench, runner, 8)
         torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises
         try:
             driver.decode(8)
+            driver.decode(8, guided=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

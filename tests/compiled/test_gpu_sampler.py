@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled.gpu.sampler import DeviceSampler, Unseen, stage
+from compiled.draw import keep
+from compiled.gpu.sampler import DeviceSampler, Unseen, _nucleus, stage
 from compiled.gpu.staging import Parcel
 from compiled.sampler import sample
 from compiled.sampling_batch import prepare
@@ -152,3 +153,22 @@ def test_a_large_vocabulary_gives_the_same_tokens() -> None:
     ]  # fmt: skip
     rows = rows_of(*(Sampling(temperature=0.2 + i / 8, seed=i, **options[i % 6]) for i in range(40)))
     assert on_device(logits, rows, range(40))[0] == on_cpu(logits, rows, range(40))[0]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0, 30.0])
+def test_top_p_alone_keeps_what_sorting_keeps(scale: float) -> None:
+    """Flat and steep distributions, with equal masses and with masses of no consequence among them."""
+    source = torch.Generator().manual_seed(int(scale * 100))
+    logits = torch.randn(64, 5_000, generator=source) * scale
+    logits[1::4] = logits[1::4].round()
+    logits[2::4, ::3] = -torch.inf
+    top_p = torch.linspace(1e-9, 1, 64, dtype=torch.float64)
+    top_p[40:] = 1 - torch.logspace(-1, -9, 24, dtype=torch.float64)
+    probs = logits.softmax(dim=-1)
+    for whole in (True, False):
+        whole_N = torch.full((64,), whole)
+        mass = probs if whole else torch.where(probs >= probs.amax(dim=-1, keepdim=True) * 0.01, probs, 0)
+        ordered, ids = mass.sort(dim=-1, descending=True, stable=True)
+        kept = keep(ordered, torch.zeros(64), top_p, None, whole_N)
+        expected = torch.zeros_like(mass).scatter_(1, ids, ordered * kept)
+        assert torch.equal(mass * _nucleus(mass, top_p, whole_N), expected)
