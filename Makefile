@@ -103,9 +103,10 @@ test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton nixl .routers/.installe
 test-models: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m exhaustive $(SHARED)
 
-# The interpreter is not built with the sanitizer, so its runtime must be there first; what Python keeps is no leak.
+# The interpreter is not built with the sanitizer, so its runtime must be there first, and what throws (libstdc++) with it;
+# what Python keeps is no leak.
 asan: $(VENV)/.dev
-	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
 	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py
 

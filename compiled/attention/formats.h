@@ -34,7 +34,7 @@ struct Float32 : SingleWords<Float32> {
   using Element = float;
   static Floats load(const void* from) { return simd::load<Floats>(from); }
   static Floats load(const void* from, int64_t n) { return load_bytes<Floats>(from, n * 4); }
-  static void store(void* to, Floats v, int64_t n) { std::memcpy(to, &v, n < kLanes ? n * 4 : sizeof v); }
+  static void store(void* to, Floats v, int64_t n) { store_first(to, v, n * 4); }
 };
 
 // Two bytes that widen to a float and narrow to the nearest.
@@ -44,8 +44,7 @@ struct TwoBytes {
   static Floats load(const void* from) { return Derived::widen(simd::load<Halves>(from)); }
   static Floats load(const void* from, int64_t n) { return Derived::widen(load_bytes<Halves>(from, n * 2)); }
   static void store(void* to, Floats v, int64_t n) {
-    const Halves narrow = Derived::narrow(v);
-    std::memcpy(to, &narrow, n < kLanes ? n * 2 : sizeof narrow);
+    store_first(to, Derived::narrow(v), n * 2);
   }
 };
 

@@ -102,6 +102,16 @@ inline Vector load_bytes(const void* from, int64_t bytes) {
   return v;
 }
 
+// The first `bytes` of a vector, or all of it: mostly all, which is one instruction where a size that is not known is a
+// call of memcpy.
+template <class Vector>
+inline void store_first(void* to, Vector v, int64_t bytes) {
+  if (bytes >= int64_t(sizeof v))
+    store(to, v);
+  else
+    std::memcpy(to, &v, bytes);
+}
+
 // Transpose a square of kLanes x kLanes words held in registers: blocks swap at distances 1, 2, 4, ...
 template <int Distance = 1>
 inline void transpose(Words (&square)[kLanes]) {

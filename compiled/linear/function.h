@@ -22,7 +22,7 @@ struct Torch {
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
 };
-inline Torch torch;
+static Torch torch;  // of this library, whatever others a process has loaded
 
 class Owned {
  public:
@@ -76,7 +76,7 @@ inline PyObject* of_type(PyObject* tensor) {
 }
 
 // linear(x, packed, bias, out_features) of CPU tensors.
-inline PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+static PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 4) return PyErr_Format(PyExc_TypeError, "linear takes 4 arguments, not %zd", count);
   const auto [x, packed, bias] = std::tuple(given[0], given[1], given[2]);
   const Sizes of_x(x), of_packed(packed);
@@ -107,7 +107,7 @@ inline PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return out;
 }
 
-inline PyMethodDef kMethod = {"linear", (PyCFunction)(void*)call, METH_FASTCALL, nullptr};
+static PyMethodDef kMethod = {"linear", (PyCFunction)(void*)call, METH_FASTCALL, nullptr};
 
 }  // namespace function
 

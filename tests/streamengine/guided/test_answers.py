@@ -1,6 +1,7 @@
 """``response_format`` through the engine, the link and the core; only the runner is a fake."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import product
@@ -203,6 +204,26 @@ async def test_the_very_last_token_may_close_a_document(tmp_path: Path) -> None:
                 prompt="?", sampling=SamplingParams(max_tokens=most), response_format=wanted, close_document=True
             )
             assert (len(result.text), result.text[-1], result.finish_reason) == (most, "!", "stop")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "whole"),
+    [
+        ({"type": "regex", "regex": r"[^@]+@[a-z]+\.com"}, r"[^@]+@[a-z]+\.com"),
+        ({"type": "regex", "regex": "[a-z]+x[0-9]+y"}, "[a-z]+x[0-9]+y"),
+        ({"type": "regex", "regex": "(.|\n)*~"}, "(?s).*~"),
+        ({"type": "grammar", "grammar": 'start: "GO " WORD+ "END"\nWORD: /[a-z]{3,8} /'}, "GO ([a-z]{3,8} )+END"),
+        (of_schema({"type": "string", "format": "email"}), r'"[^@]+@[^@]+"'),
+        (of_schema({"type": "string", "pattern": "^[a-z]+-[0-9]{2}$"}), '"[a-z]+-[0-9]{2}"'),
+    ],
+)
+async def test_what_is_no_json_is_closed_too(tmp_path: Path, wanted: dict[str, Any], whole: str) -> None:
+    async with opened(tmp_path) as engine:
+        for seed in range(4):
+            params = SamplingParams(max_tokens=30 + seed, seed=seed)
+            result = await engine.generate(prompt="?", sampling=params, response_format=wanted, close_document=True)
+            assert result.finish_reason == "stop"
+            assert re.fullmatch(whole, result.text), result.text
 
 
 async def test_a_budget_that_no_answer_fits_is_refused_with_the_numbers(tmp_path: Path) -> None:
