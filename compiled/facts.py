@@ -17,15 +17,16 @@ def spec_of(facts: ModelFacts, folder: Path, name: str, dtype: str, max_model_le
     Raises:
         LoadError: the model's files contradict themselves, or the limit is above the model's own.
     """
-    vocabulary = vocabulary_size(folder) or facts.vocab_size
+    vocabulary = min(vocabulary_size(folder) or facts.vocab_size, facts.vocab_size)
+    ends = _eos_token_ids(folder, facts.eos_token_ids)
     return ModelSpec(
         name=name,
         folder=str(folder),
         architecture=facts.architecture,
         dtype=dtype,
-        vocab_size=min(vocabulary, facts.vocab_size),
+        vocab_size=vocabulary,
         max_model_len=context_limit(facts.context, max_model_len),
-        eos_token_ids=_eos_token_ids(folder, facts.eos_token_ids),
+        eos_token_ids=tuple(token for token in ends if token < vocabulary),  # no other is ever drawn
     )
 
 

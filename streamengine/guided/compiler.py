@@ -4,6 +4,7 @@ What was compiled before is copied, what was refused before is refused again; bo
 least recently used forgotten first. Time comes in as an argument.
 """
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,6 +24,8 @@ MAX_WAITING = 32
 """Different grammars that one tenant may have in the making."""
 
 Outcome = Matcher | RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -116,6 +119,9 @@ class GrammarCompiler:
             return self._compile(grammar)
         except RequestError as error:
             return error
+        except BaseException as error:  # a panic of the grammar engine is no Exception
+            logger.exception("a grammar did not compile")
+            return GrammarError(f"the grammar engine failed: {type(error).__name__}")
 
     def _remember(self, grammar: Grammar, outcome: Outcome) -> None:
         self._remembered[grammar] = outcome

@@ -38,6 +38,8 @@ class Guide:
         self._load = load
         self._lock = Lock()
         self._vocabulary: Vocabulary | None = None
+        self._without: str | None = None
+        """Why there is none: reading it again for every grammar would cost as much as reading it."""
         self._masks: MaskMaker | None = None
         self._closer: Closer | None = None
         self._rested = False
@@ -78,8 +80,14 @@ class Guide:
 
     def _ready(self) -> Vocabulary:
         with self._lock:
+            if self._without is not None:
+                raise UnsupportedFeature(self._without, param="response_format")
             if self._vocabulary is None:
-                self._vocabulary = self._load()
+                try:
+                    self._vocabulary = self._load()
+                except UnsupportedFeature as error:
+                    self._without = error.message
+                    raise
                 self._masks = MaskMaker(self._vocabulary)
             return self._vocabulary
 
@@ -116,9 +124,14 @@ class Guide:
 
 
 def load_vocabulary(model: ModelSpec) -> Vocabulary:
-    """Raises UnsupportedFeature where the model has no ``tokenizer.json``."""
+    """Raises UnsupportedFeature where the model's ``tokenizer.json`` is missing, or is none for the grammar engine."""
     try:
         text = (Path(model.folder) / "tokenizer.json").read_text(encoding="utf-8")
     except OSError as error:
-        raise UnsupportedFeature(f"a grammar needs the model's tokenizer.json: {error}") from error
-    return Vocabulary.of_model(text, model.vocab_size, model.eos_token_ids)
+        reason = f"a grammar needs the model's tokenizer.json: {error}"
+        raise UnsupportedFeature(reason, param="response_format") from error
+    try:
+        return Vocabulary.of_model(text, model.vocab_size, model.eos_token_ids)
+    except ValueError as error:  # its words are not made of bytes, for one
+        reason = f"no grammar can be kept with this model's vocabulary: {error}"
+        raise UnsupportedFeature(reason, param="response_format") from error

@@ -13,7 +13,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive
 
-from streamengine.errors import InvalidJSON, InvalidRequest, MessageTooLarge, StreamEngineError, Unavailable
+from streamengine.errors import (
+    InvalidJSON,
+    InvalidRequest,
+    MessageTooLarge,
+    StreamEngineError,
+    Unavailable,
+    UnsupportedFeature,
+)
 from streamengine.server.service import Service
 from streamengine.streams import Streams
 from streamengine_sdk.strict_json import check_json, check_size
@@ -82,7 +89,8 @@ class Http:
         """What ``parse`` makes of the body; it may take long.
 
         Raises:
-            MessageTooLarge: above ``max_message_bytes``; and what ``parse`` raises.
+            MessageTooLarge: above ``max_message_bytes``.
+            UnsupportedFeature: it is compressed; and what ``parse`` raises.
         """
         body = await self._receive(request)
         if len(body) <= INLINE_BYTES:
@@ -91,6 +99,8 @@ class Http:
 
     async def _receive(self, request: Request) -> bytes:
         most, body = self.config.max_message_bytes, bytearray()
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise UnsupportedFeature(f"content-encoding {coding[:50]} is not supported", param="content-encoding")
         too_large = MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
         if int(request.headers.get("content-length", 0)) > most:  # the parser let only numbers pass
             raise too_large

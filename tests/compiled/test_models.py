@@ -109,7 +109,14 @@ def test_padding_ids_of_the_head_are_never_sampled(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}')
     runner = build(folder, eager=True)
     assert runner.model.vocab_size == 3
+    assert runner.model.eos_token_ids == (2,)
     assert runner.logits(Step(0, (Row(0, (1, 2), 0, (1,), Sampling()),))).shape == (1, 3)
+
+
+def test_an_end_outside_of_the_vocabulary_is_none(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, "llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 100000]}')
+    assert build(folder, eager=True).model.eos_token_ids == (2,)
 
 
 def test_the_ledger_says_where_the_memory_went(tmp_path: Path) -> None:

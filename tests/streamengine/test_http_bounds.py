@@ -1,5 +1,6 @@
 """What a connection may cost whose client neither sends nor reads as it should."""
 
+import gzip
 import json
 import socket
 import time
@@ -39,6 +40,14 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None
     with serving(engine_over(roomy_runner())) as served, opened(served) as client:
         client.sendall(post(b"", "Expect: 100-continue", length=10**9))
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_is_compressed_is_refused_by_the_name_of_its_header() -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(post(gzip.compress(b'{"prompt": "hello"}'), "Content-Encoding: gzip"))
+        answer = client.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "content-encoding"
 
 
 def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,26 @@ def test_a_tenant_with_too_many_grammars_in_the_making_is_told_to_wait_and_no_ot
     assert held.count == MAX_WAITING + 1
 
 
+def test_a_grammar_over_which_the_engine_fails_is_refused_alone(vocabulary: Vocabulary) -> None:
+    class Panic(BaseException):
+        """As those of Rust arrive."""
+
+    def compile(grammar: Grammar) -> Matcher:
+        if grammar == word(1):
+            raise Panic
+        return vocabulary.compile(grammar)
+
+    compiler = GrammarCompiler(compile)
+    outcomes: dict[int, object] = {}
+    for key in (1, 2):
+        compiler.start(key, word(key), "", 0.0)
+    while compiler.pending:
+        compiler.wait(20)
+        outcomes |= dict(compiler.done(0.0))
+    compiler.close()
+    assert (type(outcomes[1]), type(outcomes[2])) == (GrammarError, Matcher)
+
+
 def test_a_grammar_that_takes_too_long_is_refused(vocabulary: Vocabulary) -> None:
     held = Held(vocabulary)
     held.compiler.start(1, word(1), "", 0.0)

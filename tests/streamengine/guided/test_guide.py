@@ -2,14 +2,20 @@
 
 import threading
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from streamengine.errors import UnsupportedFeature
 from streamengine.guided import guide as guides
 from streamengine.guided.grammar import Grammar
-from streamengine.guided.guide import Guide
+from streamengine.guided.guide import Guide, load_vocabulary
 from streamengine.guided.matcher import Vocabulary
+from tests.fakes import fake_model
 
 WORD = Grammar(kind="regex", text="[ab]{40}")
 
@@ -59,8 +65,26 @@ def test_a_model_without_a_tokenizer_is_told_to_who_asks_for_a_grammar(monkeypat
     guide = Guide(shelf.load)
     with guide.resting():
         assert shelf.done.wait(20)
-    with pytest.raises(UnsupportedFeature):
+    for _ in range(2):
+        with pytest.raises(UnsupportedFeature):
+            guide.compile(WORD)
+    guide.close()
+    assert shelf.asked == 1
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.BPEDecoder()])
+def test_a_vocabulary_that_the_grammar_engine_cannot_read_is_told_to_who_asks_for_a_grammar(
+    decoder: Any, tmp_path: Path
+) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    if decoder is not None:
+        words.decoder = decoder
+    words.save(str(tmp_path / "tokenizer.json"))
+    model = replace(fake_model(), folder=str(tmp_path), vocab_size=2, eos_token_ids=(1,))
+    guide = Guide(partial(load_vocabulary, model))
+    with pytest.raises(UnsupportedFeature, match="this model's vocabulary") as refused:
         guide.compile(WORD)
+    assert refused.value.param == "response_format"
     guide.close()
 
 
