@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -33,6 +33,7 @@ PATIENCE_S, POLL_S = 60.0, 0.01
 ROOM = 8
 """Times the longest prompt that the pool holds: a quarter of it is for transfers."""
 
+Transport = Literal["shared_memory", "nixl"]
 Report = Callable[[Progress], None]
 Show = Callable[[str], None]
 
@@ -49,7 +50,7 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
         alone = {length: await _ask(engine, length) for length in LENGTHS}
         kv = engine.kv
     copied = _copy_bytes_per_s(kv.page_bytes)
-    transports = ["shared_memory", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+    transports: list[Transport] = ["shared_memory", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
     rows = []
     for transport in transports:
         for row in await _split(config, transport, report, alone):
@@ -66,14 +67,14 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
 
 
 async def _split(
-    config: EngineConfig, transport: str, report: Report, alone: dict[int, list[Result]]
+    config: EngineConfig, transport: Transport, report: Report, alone: dict[int, list[Result]]
 ) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         where = f"unix:{folder}/prefill"
-        of_p = TransferConfig(role="prefill", listen=where, kv_transport=transport)  # type: ignore[arg-type]
+        of_p = TransferConfig(role="prefill", listen=where, kv_transport=transport)
         of_d = TransferConfig(
             role="decode", peers=(where,), kv_transport=transport, prefill_threshold=1, on_load_failure="fail"
-        )  # type: ignore[arg-type]
+        )
         async with (
             compose.open_engine(structs.replace(config, transfer=of_p), process=PROCESSES, progress=report) as p,
             compose.open_engine(structs.replace(config, transfer=of_d), process=PROCESSES, progress=report) as d,
