@@ -23,6 +23,8 @@ class Landing:
     def __init__(self, books: Books, reserve: int) -> None:
         self._books = books
         self.reserve = reserve
+        self.begun_tokens = 0
+        """Answer tokens that came with `begin`."""
 
     @property
     def held(self) -> int:
@@ -52,6 +54,7 @@ class Landing:
         prompt = sequence.request.prompt
         sequence.pending, sequence.queued_s, sequence.cached = 1, queued_s, cached
         taken = accept(sequence, Row(sequence.request.id, prompt[-1:], len(prompt) - 1, ()), (token,), resident=False)
+        self.begun_tokens += len(taken.tokens)
         logprobs = () if logprob is None else (logprob,)
         return delta_of(
             sequence, len(prompt), taken.tokens, taken.finish, logprobs[: len(taken.tokens)], (), taken.forced

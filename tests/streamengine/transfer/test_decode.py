@@ -79,6 +79,7 @@ def test_the_first_token_is_told_before_the_pages_have_come(pair):
     assert pair.note_of(id) == ["done"]
     # No prompt token was computed here, the last one neither.
     assert sum(len(row.tokens) for step in pair.decode.runner.steps for row in step.rows) == 5
+    assert pair.decode.scheduler.statistics()["generated_tokens"] == 6
 
 
 def test_an_answer_that_ends_with_its_first_token_moves_no_page(pair):
