@@ -13,13 +13,14 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from importlib import import_module
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
 import ray
+from anyio.from_thread import start_blocking_portal
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -103,7 +104,7 @@ def build(fleet: Fleet, config: EngineConfig, server: ServerConfig, folder: str 
     if fleet.prefill:
         config, prompts = _apart(config, fleet, folder or tempfile.mkdtemp(prefix=PREFIX))
         deployment = serve.deployment(name=f"{NAME}-prefill", num_replicas=fleet.prefill, **common)
-        prefill = (deployment(Replica).bind(msgspec.to_builtins(prompts), given, fleet.engine),)
+        prefill = (deployment(Prefill).bind(msgspec.to_builtins(prompts), fleet.engine),)
     deployment = serve.deployment(
         name=NAME,
         # One socket is one request, however many answers it brings and however long it is idle.
@@ -164,7 +165,7 @@ class Replica:
         self, config: dict[str, Any], server: dict[str, Any], open_engine: str, prefill: object = None
     ) -> None:
         """``prefill`` are replicas that Ray is to start before this one."""
-        self._config = _at_its_place(msgspec.convert(config, EngineConfig))
+        self._config = msgspec.convert(config, EngineConfig)
         server_config = msgspec.convert(server, ServerConfig)
         self._open: OpenEngine = _imported(open_engine)
         self._service = Service(server_config, Keys(server_config, os.environ.get(ENVIRONMENT, "")))
@@ -211,6 +212,26 @@ class Replica:
             "seats": float(engine.config.max_num_seqs),
             "kv_used": counts["kv_pages_used"] / max(1, engine.kv.pages - 1),
         }
+
+
+class Prefill:
+    """One engine that computes prompts, in a thread with its own event loop: no request comes to it through Ray."""
+
+    def __init__(self, config: dict[str, Any], open_engine: str) -> None:
+        self._stack = ExitStack()
+        opened = _imported(open_engine)(_at_its_place(msgspec.convert(config, EngineConfig)))
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal(name="streamengine-prefill"))
+            self._engine: Engine = stack.enter_context(portal.wrap_async_context_manager(opened))
+            self._stack = stack.pop_all()
+
+    def check_health(self) -> None:
+        """Ray replaces a replica for which this raises: one whose core is dead."""
+        if self._engine.status == "failed":
+            raise EngineFailure("the core is dead")
+
+    def __del__(self) -> None:
+        self._stack.close()
 
 
 def _at_its_place(config: EngineConfig) -> EngineConfig:

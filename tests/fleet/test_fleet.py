@@ -1,10 +1,13 @@
 """Replicas on Ray: whatever happens to one of them, the answers of its sockets are whole."""
 
 import json
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,3 +174,10 @@ def test_what_cannot_be_deployed_is_refused_by_name(given: Any, what: str) -> No
 
     with pytest.raises(StartupError, match=what):
         app(given)
+
+
+def test_a_fleet_behind_rays_own_proxy_serves_and_ends_on_a_signal() -> None:
+    apart = ["unshare", "-n", "sh", "-c", f"ip link set lo up && exec {sys.executable} -m tests.fleet.alone"]
+    ended = subprocess.run(apart, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    text = expected("hello", 12)
+    assert (ended.stdout.splitlines()[0], ended.returncode) == (f"{text} {text}", 0), ended.stderr[-3000:]
