@@ -315,7 +315,9 @@ class Decode:
     def _give_up(self, sequence: Sequence, code: str, why: str, *, failure: bool) -> bool:
         """Count and tell it. True: that was the request's end."""
         self._fallbacks[code] += 1
-        _logger.log(logging.WARNING if failure else logging.INFO, "request %d: %s", sequence.request.id, why)
+        # That nobody is connected was said when it came to be so, and need not be said for each request.
+        loud = failure and code != "no_peer"
+        _logger.log(logging.WARNING if loud else logging.INFO, "request %d: %s", sequence.request.id, why)
         if failure and self._on_failure == "fail":
             text = f"the prompt could not be computed elsewhere: {why}"
             self._deltas += ends(sequence, Finish("error", EngineFailure.code, text))
