@@ -50,7 +50,9 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
         alone = {length: await _ask(engine, length) for length in LENGTHS}
         kv = engine.kv
     copied = _copy_bytes_per_s(kv.page_bytes)
-    transports: list[Transport] = ["shared_memory", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+    transports: list[Transport] = ["shared_memory"]
+    if importlib.util.find_spec("nixl"):
+        transports.append("nixl")
     rows = []
     for transport in transports:
         for row in await _split(config, transport, report, alone):
