@@ -318,7 +318,7 @@ def test_a_peer_takes_no_more_prompts_than_it_has_room_for_and_the_rest_wait_the
     for _ in range(3):
         wire.deliver()
         prefill.turn()
-        assert prefill.scheduler.landing.held <= 10
+        assert prefill.scheduler.landing.pages <= 10
     assert prefill.connector.statistics()["prefills_held"] == 2
     for _ in range(20):
         wire.deliver()
@@ -337,7 +337,7 @@ def test_a_peer_takes_no_more_prompts_than_it_has_room_for_and_the_rest_wait_the
         ({"n": 2}, "n of a prefill is 1, not 2"),
         ({"prompt": (1, 258)}, "each below 258"),
         ({"prompt": ()}, "a prefill has tokens"),
-        ({"prompt": (1,) * 100}, "a prompt of 25 pages; transfers may hold 16"),
+        ({"prompt": (1,) * 100}, "a prompt of 25 pages; at most 16 can be kept"),
         ({"prompt_logprobs": 0}, "neither answered tokens nor prompt_logprobs"),
     ],
 )
