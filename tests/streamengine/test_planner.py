@@ -84,7 +84,7 @@ def test_requests_of_one_token_wait_as_long_as_queueing_theory_says(load: float)
 def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
     def run(seed: int) -> Report:
         load = Load(rate=8, seconds=6, prompt_tokens=200, prompt_cv=1, answer_tokens=30, answer_cv=0.5, seed=seed)
-        spread = msgspec.structs.replace(TIMES, ratios=((0.0, 0.8), (1.0, 1.0), (3.0, 2.0), (4.0, 1.0)))
+        spread = msgspec.structs.replace(TIMES, speeds=((0.0, 0.8), (1.0, 1.0), (3.0, 0.5), (4.0, 1.0)))
         return figures(Fleet(plan(times=spread, replicas=2, mtbf_s=4, repair_s=1, seed=seed), load.open()).run())
 
     assert run(1) == run(1)
@@ -206,14 +206,14 @@ def test_a_line_through_exact_steps_is_found_again() -> None:
         assert found.middle(shape) == pytest.approx(true.middle(shape), rel=0.02)
 
 
-def test_a_few_slow_steps_do_not_move_the_line() -> None:
+def test_a_line_says_what_steps_take_together_a_few_slow_ones_among_them() -> None:
     steps = [
         (Shape(0, 0, rows, 100 * rows), (0.01 + 0.001 * rows) * (5 if i % 20 == 0 else 1))
-        for i in range(200)
-        for rows in (1 + i % 8,)
+        for i in range(800)
+        for rows in (1 + i % 7,)
     ]
     found = fit("", steps)
-    assert found.middle(Shape(0, 0, 4, 400)) == pytest.approx(0.014, rel=0.02)
+    assert sum(found.middle(shape) for shape, _ in steps) == pytest.approx(sum(time for _, time in steps), rel=0.02)
 
 
 def test_the_figures_of_bench_steps_are_step_times(tmp_path: Path) -> None:
@@ -346,4 +346,14 @@ def test_step_times_of_a_trace_are_of_its_steps_and_of_what_lies_between_them() 
     assert found.host_s == pytest.approx(0.02)
     assert found.middle(Shape(0, 0, 1, 25)) == pytest.approx(0.01, rel=0.02)
     assert found.middle(Shape(20, 210)) == pytest.approx(0.02, rel=0.02)
-    assert (found.depth, found.max_model_len, found.ratio(100.0)) == (1, 99, pytest.approx(1, rel=0.02))
+    assert (found.depth, found.max_model_len) == (1, 99)
+    assert [speed for _, speed in found.speeds] == pytest.approx([1] * 10, rel=0.02)
+
+
+def test_a_long_step_takes_the_mean_of_the_speeds_of_its_time_and_a_short_one_that_of_its_moment() -> None:
+    speeds = ((0.0, 1.0), (1.0, 0.25), (2.0, 1.0), (3.0, 1.0))
+    line = StepTimes(source="", base_s=0.0, prompt_token_s=0.1, speeds=speeds)
+    assert line.seconds(Shape(1), 0.5) == pytest.approx(0.1)
+    assert line.seconds(Shape(1), 4.5) == pytest.approx(0.4), "after 3 s it begins again"
+    assert line.seconds(Shape(10), 0.5) == pytest.approx(0.5 + 1 + 0.25)
+    assert line.seconds(Shape(90), 0.0) == pytest.approx(4 * 3)
