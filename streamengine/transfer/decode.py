@@ -118,7 +118,7 @@ class Decode:
             return False  # the one needs every row of the prompt, the other is behind its prompt already
         if not self._landing.can_begin(sequence):
             return False
-        if self._landing.uncached(sequence) < self._threshold.tokens:
+        if not self._threshold.worth(self._landing.uncached(sequence)):
             return False
         if -(-len(request.prompt) // self._page_size) > self._room:
             self._counts["too_long"] += 1

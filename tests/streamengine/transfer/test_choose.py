@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from streamengine.transfer.choose import FIRST_THRESHOLD, NEVER, Threshold, choose, key_of
+from streamengine.transfer.choose import FIRST_THRESHOLD, NEVER, PROBE_EVERY, Threshold, choose, key_of
 from streamengine.transfer.identity import SAMPLE_BYTES, identify
 
 KEYS = [key_of("", range(i, i + 16), 16) for i in range(1000)]
@@ -50,7 +50,19 @@ def test_where_moving_a_token_takes_longer_than_computing_it_nothing_is_moved():
     threshold.computed(100, 0.001)
     threshold.moved(1_000_000, 1.0, 0.0)
     assert threshold.tokens == NEVER
-    assert Threshold(7, page_bytes=1600, page_size=16).tokens == 7
+    # But for one now and then, or it would stay so for ever.
+    assert sum(threshold.worth(FIRST_THRESHOLD) for _ in range(100)) == 100 // PROBE_EVERY
+    assert not any(threshold.worth(FIRST_THRESHOLD - 1) for _ in range(100))
+    for _ in range(40):
+        threshold.moved(1_000_000, 0.001, 0.0)
+    assert threshold.worth(FIRST_THRESHOLD)
+
+
+def test_a_threshold_that_was_given_is_kept_to():
+    threshold = Threshold(7, page_bytes=1600, page_size=16)
+    threshold.computed(100, 0.001)
+    threshold.moved(1_000_000, 1.0, 0.0)
+    assert threshold.tokens == 7 and threshold.worth(7) and not any(threshold.worth(6) for _ in range(100))
 
 
 def test_a_model_is_known_by_its_content_wherever_it_lies(tmp_path: Path):
