@@ -4,7 +4,7 @@ A step computes prompt tokens and decoding rows, and its attention reads what li
 tokens + b · pairs of a prompt's query and key + c · decoding tokens + d · keys that those read``, no part of it
 negative, with the least squares of errors relative to the line. How far single steps of a trace lie from it is kept
 as a speed with its time: a machine that is slow at one moment is slow at the next, and for a long step as for the many
-short ones in its place. An engine of a simulation lives through these times from a moment of its own on, and then again.
+short ones in its place. A simulated engine lives through these times from a moment of its own on, and then again.
 """
 
 import math
@@ -83,8 +83,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         values = (self.host_s, self.prompt_token_s, self.prompt_pair_s, self.decode_token_s, self.decode_key_s)
         if min(*values, self.base_s) < 0 or self.base_s + sum(values[1:]) <= 0:
             raise StartupError("step times must not be negative, and not all of them 0", param="times")
-        if not all(speed > 0 for _, speed in self.speeds) or list(self.speeds) != sorted(self.speeds):
-            raise StartupError("speeds must be above 0 and in the order of their times", param="times")
+        if not all(at >= 0 and speed > 0 for at, speed in self.speeds) or list(self.speeds) != sorted(self.speeds):
+            raise StartupError("speeds must be above 0, with times from 0 on in their order", param="times")
 
     def middle(self, shape: Shape) -> float:
         """Seconds, by the line."""
@@ -191,14 +191,12 @@ def read(path: str) -> StepTimes:
 
 def of_bench(source: str, found: Any) -> StepTimes:
     """Its decoding steps all have the same context, so what longer ones cost is not in it."""
-    context = 128
-    steps = [
-        (Shape(0, 0, row["batch"], 0), row["ms"] / 1e3) for row in found["decode"]
-    ]  # at one context, keys are but a multiple of the rows
+    # So its keys, but a multiple of the rows, are left out.
+    steps = [(Shape(decode_tokens=row["batch"]), row["ms"] / 1e3) for row in found["decode"]]
     for row in found["prefill"]:
         tokens = row["tokens"]
         steps.append((Shape(tokens, tokens * (tokens + 1) // 2), row["ms"] / 1e3))
-    return fit(f"{source} (decoding at a context of {context})", steps)
+    return fit(f"{source} (decoding at one context)", steps)
 
 
 def of_trace(source: str, opened: Opened, lines: Sequence[Line]) -> StepTimes:

@@ -20,11 +20,11 @@ from streamengine.planner.fleet import Fleet
 from streamengine.planner.report import Report, Targets
 from streamengine.planner.state import Plan
 from streamengine.planner.times import Shape, StepTimes, fit
-from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake
+from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake, recorded
 from streamengine.replay import read
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
-from streamengine.trace import VERSION, Landed, Line, Opened, Planned, Submitted, Told
+from streamengine.trace import VERSION, Aborted, Landed, Line, Opened, Planned, Submitted, Told
 from tests.fakes import FakeRunner
 from tests.streamengine.test_trace import serve
 
@@ -328,6 +328,19 @@ def test_the_trace_of_a_core_is_a_workload(tmp_path: Path, capsys: pytest.Captur
     assert (report["workload"], report["ends"]) == ("the arrivals in the trace trace", {"length": 12})
     assert round(report["tokens_per_s"] * report["seconds"]) == sum(answer.count for answer in told)
     assert report["hit_rate"] > 0
+
+
+def test_of_a_trace_refusals_are_asked_again_and_only_who_went_away_goes_away() -> None:
+    asked = Request(id=0, prompt=(), max_tokens=40, sampling=Sampling())
+    lines: list[Line] = [
+        *[Submitted(5.0, msgspec.structs.replace(asked, id=id), length=20) for id in (-1, 1, 2, 3)],
+        Aborted(5.0, 1, "overloaded"),
+        Aborted(5.1, 2, "client"),
+        Aborted(5.2, 3, "shutdown"),
+    ]
+    fleet = Fleet(plan(), recorded("it", 16, lines))
+    assert fleet.run().ends == {"length": 2, "cancelled": 1}
+    assert [outcome.tokens == 40 for outcome in fleet.outcomes] == [True, False, True]
 
 
 def test_step_times_of_a_trace_are_of_its_steps_and_of_what_lies_between_them() -> None:
