@@ -358,3 +358,46 @@ def test_every_prefill_is_released_once_it_is_over(pair):
     pair.decode.exchange()
     assert pair.said(pair.decode, Release) == [Release(transfer)]
     pair.settle()
+
+
+def test_of_an_engine_that_died_nothing_is_kept_beyond_the_lease_and_its_next_start_is_another_one(pair):
+    pair.post_a_read()
+    pair.decode.submit((*PROMPT, 1), 6)
+    pair.wire.deliver()
+    pair.prefill.exchange()
+    pair.wire.cut()
+    pair.prefill.turn()
+    # What was computed may still be being read; what was not is given up at once.
+    assert pair.prefill.connector.statistics()["prefills_held"] == 1 and not pair.prefill.scheduler.has_work
+    again = Engine("d", 2, decode=True)
+    wire = Wire(again, pair.prefill, "p")
+    wire.connect()
+    again.exchange()
+    id = again.submit(PROMPT, 6)
+    for _ in range(3):
+        wire.deliver()
+        pair.prefill.turn()
+        again.turn()
+        for transfer in list(again.worker.reads):
+            again.end_read(transfer)
+    again.run()
+    assert again.answers[id] == oracle(PROMPT, 6) and again.connector.statistics()["remote_landed"] == 1
+    pair.pass_time(LEASE_S)
+    wire.deliver()
+    pair.prefill.turn()
+    assert pair.prefill.connector.statistics()["transfer_pages"] == 0
+    assert pair.prefill.pool.available == pair.prefill.pool.capacity
+
+
+def test_a_peer_that_restarted_is_not_asked_for_pages_of_its_former_life(pair):
+    id = pair.decode.submit(PROMPT, 6)
+    pair.wire.deliver()
+    pair.prefill.turn()
+    (prefilled,) = pair.said(pair.prefill, Prefilled)
+    pair.wire.cut()
+    pair.wire.prefill = Engine("p", 2, prefill=True, now=pair.prefill.now)
+    pair.wire.connect()
+    pair.decode.receive("p", prefilled)
+    pair.decode.run()
+    assert not pair.decode.worker.reads and pair.fallbacks() == {"lost": 1}
+    assert pair.decode.answers[id] == oracle(PROMPT, 6)
