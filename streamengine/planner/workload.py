@@ -95,6 +95,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         settle(self, StartupError)
+
+    def check(self) -> None:
+        """Raises StartupError where it does not say who asks, or says it twice."""
         if (self.workload is None) == (self.rate is None):
             raise StartupError("a plan takes either rate or workload, the name of a file", param="rate")
         for field in msgspec.structs.fields(self) if self.workload is not None else ():
@@ -107,6 +110,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
             StartupError: the file cannot be read, or is of another kind.
         """
+        self.check()
         if self.workload is not None:
             return _of_file(self.workload)
         cv = f" (cv {self.prompt_cv:g}, {self.answer_cv:g})" if self.prompt_cv or self.answer_cv else ""

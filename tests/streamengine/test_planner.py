@@ -240,6 +240,14 @@ def test_what_is_no_step_times_is_refused_by_its_name(tmp_path: Path, text: str)
 # files
 
 
+def test_step_times_can_be_printed_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode(TIMES))
+    assert cli.run(["plan", "--times", str(file), "--times-only"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert times.read(str(file)) == TIMES
+
+
 def test_equal_hashes_of_mooncake_are_equal_tokens() -> None:
     lines = [
         {"timestamp": 0, "input_length": 2 * BLOCK, "output_length": 2, "hash_ids": [1, 2]},
