@@ -181,3 +181,9 @@ def test_a_fleet_behind_rays_own_proxy_serves_and_ends_on_a_signal() -> None:
     ended = subprocess.run(apart, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
     text = expected("hello", 12)
     assert (ended.stdout.splitlines()[0], ended.returncode) == (f"{text} {text}", 0), ended.stderr[-3000:]
+
+
+def test_answers_of_a_node_that_is_killed_are_continued_on_another_machine() -> None:
+    command = ["unshare", "-n", sys.executable, "-m", "tests.fleet.two_nodes"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=Path(__file__).parents[2])
+    assert "done" in ended.stdout.splitlines(), ended.stderr[-3000:]
