@@ -99,6 +99,7 @@ class Decode:
         self._deltas: list[Delta] = []
         self._transfers = 0
         self._beat_at = inf
+        self._read_s = 0.0
         self._counts: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
@@ -299,6 +300,7 @@ class Decode:
         moved = len(remote.pairs) * self._page_bytes
         self._threshold.moved(moved, seconds, now - remote.sent - remote.handle.seconds - seconds)
         self._counts["bytes"] += moved
+        self._read_s += seconds
         self._enter(remote)
 
     def _enter(self, remote: Remote) -> None:
@@ -352,6 +354,7 @@ class Decode:
         return {
             **{f"remote_{name}": self._counts[name] for name in names},
             **{f"remote_fallbacks_{code}": count for code, count in self._fallbacks.items()},
+            "remote_read_s": self._read_s,
             "remote_waiting": len(self._remotes),
             "remote_zombies": len(self._zombies),
             "remote_peers": len(self._peers),
