@@ -1,5 +1,7 @@
 """How many replicas a fleet wants, and what cannot be a fleet."""
 
+from typing import Any
+
 import pytest
 
 from streamengine.errors import StreamEngineError
@@ -54,7 +56,7 @@ def test_the_bounds_hold_whatever_the_load() -> None:
         ({"prefill": -1}, "prefill"),
     ],
 )
-def test_what_is_no_fleet_is_refused_by_name(given: dict[str, int], param: str) -> None:
+def test_what_is_no_fleet_is_refused_by_name(given: Any, param: str) -> None:
     with pytest.raises(StreamEngineError) as refused:
         Fleet(**given)
     assert refused.value.param == param
