@@ -18,7 +18,7 @@ SHARED = --numprocesses $(JOBS) --dist loadfile
 INSTALL = $(PIP) install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL = help
-.PHONY: help install dev model flashinfer triton nixl peers profile serve test test-slow test-models asan soak check types format clean
+.PHONY: help install dev model flashinfer triton nixl peers profile serve test test-slow test-ray test-models asan soak check types format clean
 # All of these write to one .venv: `make -j` must not have two pips in it.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -27,6 +27,7 @@ help:
 	@echo "make serve      install what is missing and serve $(MODEL) on http://$(HOST):$(PORT)  (HOST=, PORT=, MODEL=)"
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-ray   the tests of replicas on Ray Serve, in .ray/ and a network namespace of their own"
 	@echo "make test-models  every architecture that is served is traced and cut: a quarter of an hour"
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
@@ -100,6 +101,21 @@ test: $(VENV)/.dev $(VENV)/.model
 test-slow: $(VENV)/.dev $(VENV)/.model flashinfer triton nixl .routers/.installed
 	$(RUN) pytest -m 'slow and not exhaustive' $(SHARED)
 
+# Without torch: the replicas of the tests run a fake model. What the core needs and Ray does not bring is listed here.
+.ray/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .ray
+	.ray/bin/python -m pip install --quiet --constraint constraints.txt 'ray[serve]==2.60.0' anyio hypothesis \
+	    httptools jinja2 jiter jsonschema llguidance msgspec numpy prometheus-client pytest pytest-timeout referencing rich \
+	    starlette tokenizers trio typer uvicorn uvloop websockets
+	.ray/bin/python -m pip install --quiet --no-deps --editable ./sdk --editable .
+	@touch $@
+
+# Ray's proxies listen on every interface, so they get a network that has none.
+test-ray: .ray/.installed
+	@if unshare -n true 2>/dev/null; then apart='unshare -n'; else apart='unshare -rn'; fi; \
+	RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled \
+	exec $$apart sh -c 'ip link set lo up && exec .ray/bin/python -m pytest tests/fleet'
+
 test-models: $(VENV)/.dev $(VENV)/.model
 	$(RUN) pytest -m exhaustive $(SHARED)
 
@@ -140,5 +156,5 @@ format: $(VENV)/.dev
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) .flashinfer .triton .nixl .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .flashinfer .triton .nixl .ray .routers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

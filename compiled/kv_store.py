@@ -6,6 +6,7 @@ sees them as strided views over all pages. Layers may differ in K, D and E. The 
 finite numbers.
 """
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -98,9 +99,11 @@ class KVStore:
         if where.type != "cpu":
             whole = torch.zeros(needed, dtype=torch.uint8, device=where)
         elif shared:
-            self._descriptor = os.memfd_create(MEMFD)
+            self._descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self._descriptor)
             os.ftruncate(self._descriptor, needed)
+            # Whoever maps it could be killed by its shrinking.
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             whole = torch.frombuffer(mmap.mmap(self._descriptor, needed), dtype=torch.uint8)
         else:
             whole = _zeros(needed)

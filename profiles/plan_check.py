@@ -91,7 +91,7 @@ def _compare(config: EngineConfig, opened: Opened, lines: list[Line], seen: list
         fleet.run()
         return _figures(fleet.outcomes[1:])
 
-    result: dict[str, Any] = {"requests": len(seen), "steps": len(found.ratios)}
+    result: dict[str, Any] = {"requests": len(seen), "steps": len(found.speeds)}
     for view, measured in (("core", _figures(_by_core(lines)[1:])), ("clients", _figures(seen))):
         asked = view == "clients"
         together = simulated(0, in_phase=True, asked=asked)

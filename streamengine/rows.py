@@ -159,6 +159,9 @@ def accept(sequence: Sequence, row: Row, sampled: tuple[int, ...], resident: boo
             sequence.computed = end
     if request.beam_width:
         return Accepted((), end)
+    if sequence.constraint is None:  # the many
+        tokens, finish = _take(sequence, sampled)
+        return Accepted(tokens, end, finish)
     return _settle(sequence, sampled, end)
 
 

@@ -5,7 +5,7 @@ from math import ceil
 
 import msgspec
 
-from streamengine.errors import StartupError, UnsupportedFeature
+from streamengine.errors import StartupError
 
 OPEN_ENGINE = "streamengine.compose:open_engine"
 
@@ -24,7 +24,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         max_replicas: and at most, when requests wait or KV caches are full; None is ``replicas``.
         cpus: that Ray reserves for each replica.
         gpus: likewise.
-        prefill: replicas that compute prompts for the others. Not there yet.
+        prefill: replicas that compute prompts for the others, all on one machine.
+        prefill_threshold: see `TransferConfig`.
         engine: opens a replica's engine from its config: ``module:function``.
     """
 
@@ -33,6 +34,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cpus: float = 1.0
     gpus: float = 0.0
     prefill: int = 0
+    prefill_threshold: int | None = None
     engine: str = OPEN_ENGINE
 
     def __post_init__(self) -> None:
@@ -41,9 +43,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             text = f"max_replicas {self.max_replicas} is below replicas {self.replicas}"
             raise StartupError(text, param="max_replicas")
-        if self.prefill:
-            text = f"prefill {self.prefill}: prefill replicas are not placed by Ray yet; use serve --role prefill"
-            raise UnsupportedFeature(text, param="prefill")
+        if self.prefill < 0:
+            raise StartupError(f"prefill must be at least 0, not {self.prefill}", param="prefill")
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -388,7 +388,7 @@ class Scheduler:
         return {
             "running": len(self._running),
             "steps": self._steps,
-            "generated_tokens": self._generated_tokens,
+            "generated_tokens": self._generated_tokens + self.landing.begun_tokens,
             **{name: self._counts[name] for name in (*names, *ends)},
             **self._waiting.statistics(),
             **(self._pace.statistics() if self._pace else {}),

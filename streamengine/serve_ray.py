@@ -11,21 +11,23 @@ Needs the extra ``ray``. Some of this is not in Ray's stable interface, so its v
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from importlib import import_module
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
 import ray
+from anyio.from_thread import start_blocking_portal
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from streamengine.config import EngineConfig, ServerConfig
+from streamengine.config import EngineConfig, ServerConfig, TransferConfig
 from streamengine.engine import Engine
-from streamengine.errors import EngineFailure, StartupError
+from streamengine.errors import EngineFailure, StartupError, UnsupportedFeature
 from streamengine.scaling import Fleet, Load, wanted_replicas
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
@@ -42,6 +44,9 @@ GRACE_S = 15.0
 """Beyond the drain: for clients to read the rest, and for the core to end."""
 
 T = TypeVar("T")
+PREFIX = "streamengine-"
+"""Of a folder that is this user's alone."""
+
 OpenEngine = Callable[[EngineConfig], AbstractAsyncContextManager[Engine]]
 
 
@@ -68,8 +73,13 @@ def _taken(args: dict[str, Any], kind: type[T]) -> T:
     return msgspec.convert(given, kind, strict=False)
 
 
-def build(fleet: Fleet, config: EngineConfig, server: ServerConfig) -> Any:
-    """The same from values. Raises `StartupError` for a version of Ray that this was not written for."""
+def build(fleet: Fleet, config: EngineConfig, server: ServerConfig, folder: str | None = None) -> Any:
+    """The same from values; with prefill replicas, engines meet in ``folder``, or else in one that is left behind.
+
+    Raises:
+        StartupError: this was not written for the version of Ray.
+        UnsupportedFeature: prefill replicas in a cluster of several machines.
+    """
     check_version(ray.__version__)
     scale: dict[str, Any] = {"num_replicas": fleet.replicas}
     if fleet.max_replicas not in (None, fleet.replicas):
@@ -85,17 +95,41 @@ def build(fleet: Fleet, config: EngineConfig, server: ServerConfig) -> Any:
                 policy=AutoscalingPolicy(policy_function="streamengine.serve_ray:by_load"),
             )
         }
+    common: dict[str, Any] = {
+        "health_check_period_s": 2.0,
+        "ray_actor_options": {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
+    }
+    given = msgspec.to_builtins(server)
+    prefill: tuple[Any, ...] = ()
+    if fleet.prefill:
+        config, prompts = _apart(config, fleet, folder or tempfile.mkdtemp(prefix=PREFIX))
+        deployment = serve.deployment(name=f"{NAME}-prefill", num_replicas=fleet.prefill, **common)
+        prefill = (deployment(Prefill).bind(msgspec.to_builtins(prompts), fleet.engine),)
     deployment = serve.deployment(
         name=NAME,
         # One socket is one request, however many answers it brings and however long it is idle.
         max_ongoing_requests=server.max_connections,
         graceful_shutdown_timeout_s=server.drain_s + _deregistration_s() + GRACE_S,
         graceful_shutdown_wait_loop_s=LOOK_S,
-        health_check_period_s=2.0,
-        ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
+        **common,
         **scale,
     )
-    return deployment(Replica).bind(msgspec.to_builtins(config), msgspec.to_builtins(server), fleet.engine)
+    return deployment(Replica).bind(msgspec.to_builtins(config), given, fleet.engine, *prefill)
+
+
+def _apart(config: EngineConfig, fleet: Fleet, folder: str) -> tuple[EngineConfig, EngineConfig]:
+    """The configs of who answers and of who computes prompts. They meet at sockets in a folder, by rank, so that one
+    that is started anew is found where the dead one was. Ray carries none of it.
+    """
+    if config.transfer is not None:
+        raise StartupError("transfer is the fleet's own where it has prefill replicas", param="transfer")
+    if ray.is_initialized() and len(nodes := [node for node in ray.nodes() if node["Alive"]]) > 1:
+        text = f"prefill replicas meet the others through shared memory on one machine; this cluster has {len(nodes)}"
+        raise UnsupportedFeature(text, param="prefill", nodes=len(nodes))
+    addresses = tuple(f"unix:{folder}/{rank}" for rank in range(fleet.prefill))
+    answers = TransferConfig(role="decode", peers=addresses, prefill_threshold=fleet.prefill_threshold)
+    prompts = TransferConfig(role="prefill", listen=addresses[0])
+    return msgspec.structs.replace(config, transfer=answers), msgspec.structs.replace(config, transfer=prompts)
 
 
 def check_version(version: str) -> None:
@@ -107,7 +141,7 @@ def check_version(version: str) -> None:
 
 
 def _deregistration_s() -> float:
-    """How long Ray keeps a replica reachable that is being stopped, where clients reach it through HAProxy."""
+    """How long Ray keeps the sockets of a replica that is being stopped, where they come through HAProxy."""
     return float(os.environ.get("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "30"))
 
 
@@ -127,7 +161,10 @@ def by_load(context: Any) -> tuple[int, dict[str, Any]]:
 class Replica:
     """One server. Ray makes it, from configs as plain values, and calls its methods by their names."""
 
-    def __init__(self, config: dict[str, Any], server: dict[str, Any], open_engine: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], server: dict[str, Any], open_engine: str, prefill: object = None
+    ) -> None:
+        """``prefill`` are replicas that Ray is to start before this one."""
         self._config = msgspec.convert(config, EngineConfig)
         server_config = msgspec.convert(server, ServerConfig)
         self._open: OpenEngine = _imported(open_engine)
@@ -177,6 +214,36 @@ class Replica:
         }
 
 
+class Prefill:
+    """One engine that computes prompts, in a thread with its own event loop: no request comes to it through Ray."""
+
+    def __init__(self, config: dict[str, Any], open_engine: str) -> None:
+        self._stack = ExitStack()
+        opened = _imported(open_engine)(_at_its_place(msgspec.convert(config, EngineConfig)))
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal(name="streamengine-prefill"))
+            self._engine: Engine = stack.enter_context(portal.wrap_async_context_manager(opened))
+            self._stack = stack.pop_all()
+
+    def check_health(self) -> None:
+        """Ray replaces a replica for which this raises: one whose core is dead."""
+        if self._engine.status == "failed":
+            raise EngineFailure("the core is dead")
+
+    def __del__(self) -> None:
+        self._stack.close()
+
+
+def _at_its_place(config: EngineConfig) -> EngineConfig:
+    """Where a prefill replica listens goes by its rank."""
+    transfer = config.transfer
+    if transfer is None or transfer.listen is None:
+        return config
+    rank = serve.get_replica_context().rank.rank
+    address = f"{transfer.listen.rpartition('/')[0]}/{rank}"
+    return msgspec.structs.replace(config, transfer=msgspec.structs.replace(transfer, listen=address))
+
+
 def _is_being_stopped() -> bool:
     """Ray waits until no request of this replica is left, and tells it nothing; but it knows that it does."""
     from ray._private.worker import global_worker  # private: see `VERSIONS`
@@ -197,19 +264,20 @@ def run(fleet: Fleet, config: EngineConfig, server: ServerConfig, *, ready: Call
     Raises:
         StartupError: the cluster is of another version, or a replica cannot start.
     """
-    application = build(fleet, config, server)
-    ray.init(ignore_reinit_error=True, logging_level=logging.WARNING, log_to_driver=False)
-    try:
-        options = {"host": server.host, "port": server.port, "request_timeout_s": None}
-        serve.start(proxy_location="EveryNode", http_options=options)
-        serve.run(application, name=NAME, route_prefix="/")
-        ready(f"http://{server.host}:{server.port}")
-        anyio.run(_until_signal)
-    except RuntimeError as error:
-        raise StartupError(f"the fleet did not start: {error}") from error
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        try:
+            application = build(fleet, config, server, folder)
+            options = {"host": server.host, "port": server.port, "request_timeout_s": None}
+            serve.start(proxy_location="EveryNode", http_options=options)
+            serve.run(application, name=NAME, route_prefix="/")
+            ready(f"http://{server.host}:{server.port}")
+            anyio.run(_until_signal)
+        except RuntimeError as error:
+            raise StartupError(f"the fleet did not start: {error}") from error
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 async def _until_signal() -> None:

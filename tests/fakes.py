@@ -7,6 +7,7 @@ raises or changes the answer, just as it would on a real runner. Standard librar
 runs in a child process that is meant to be killed.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -167,6 +168,14 @@ def fake_model(max_model_len: int = 256, folder: str = "") -> ModelSpec:
     )
 
 
+def memfd(size: int) -> int:
+    """Of so many bytes, for ever. Whoever asks closes it."""
+    descriptor = os.memfd_create("streamengine-kv-fake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
 @dataclass(slots=True, eq=False)
 class FakeHandle:
     runner: "FakeRunner"
@@ -203,12 +212,11 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         size = self.kv.pages * self.kv.page_bytes
-        self._descriptor = os.memfd_create("streamengine-kv-fake") if self.shared else None
+        self._descriptor = memfd(size) if self.shared else None
         if self._descriptor is None:
             self._bytes = memoryview(bytearray(size))
         else:
             weakref.finalize(self, os.close, self._descriptor)
-            os.ftruncate(self._descriptor, size)
             self._bytes = memoryview(mmap.mmap(self._descriptor, size))
         self._bytes[:] = b"\xff" * size
         self._queue: deque[FakeHandle | tuple[int, ...]] = deque()

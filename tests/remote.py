@@ -114,6 +114,7 @@ class Engine(Bench):
             self.decode = Decode(
                 landing,
                 self.threshold,
+                room=reserve // (1 + prefill),
                 name=self.card.incarnation,
                 page_size=size,
                 page_bytes=self.runner.kv.page_bytes,
@@ -127,6 +128,7 @@ class Engine(Bench):
                 engine=name,
                 incarnation=self.card.incarnation,
                 page_size=size,
+                room=reserve // (1 + decode),
                 most=most,
                 vocab_size=self.runner.model.vocab_size,
                 checksums=None,

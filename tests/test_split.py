@@ -40,6 +40,7 @@ async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> tuple[tuple[
     async with AsyncClient(url) as client:
         settings = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **options}
         result = await client.generate(token_ids=prompt, **settings)
+        assert result.token_ids is not None and result.timing is not None
         return tuple(result.token_ids), result.timing.remote_prefill
 
 

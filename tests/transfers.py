@@ -16,6 +16,7 @@ from compiled.step import KVMemory
 from streamengine.transfer.transport import Outcome, Transport
 from streamengine.transfer.values import Card, Connected, Fingerprint, Order, Report
 from streamengine.transfer.worker import Worker
+from tests.fakes import memfd
 
 WAIT_S = 20.0
 POISON = 0xFF
@@ -36,8 +37,7 @@ def no_nixl() -> str | None:
 def make_memory(pages: int = PAGES, page_bytes: int = PAGE_BYTES, seed: int | None = None) -> KVMemory:
     """In a memfd; random bytes, or all of them `POISON`. The descriptor is the caller's to close."""
     size = pages * page_bytes
-    descriptor = os.memfd_create("streamengine-kv-test")
-    os.ftruncate(descriptor, size)
+    descriptor = memfd(size)
     view = memoryview(mmap.mmap(descriptor, size))
     draw = random.Random(seed)
     view[:] = b"".join(

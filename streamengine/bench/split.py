@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -29,10 +29,13 @@ ANSWER = 8
 PROCESSES = True
 """A core in a process of its own for each engine."""
 
+MOVED = ("remote_read_s", "remote_bytes")
+
 PATIENCE_S, POLL_S = 60.0, 0.01
 ROOM = 8
 """Times the longest prompt that the pool holds: a quarter of it is for transfers."""
 
+Transport = Literal["shared_memory", "nixl"]
 Report = Callable[[Progress], None]
 Show = Callable[[str], None]
 
@@ -49,7 +52,9 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
         alone = {length: await _ask(engine, length) for length in LENGTHS}
         kv = engine.kv
     copied = _copy_bytes_per_s(kv.page_bytes)
-    transports = ["shared_memory", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+    transports: list[Transport] = ["shared_memory"]
+    if importlib.util.find_spec("nixl"):
+        transports.append("nixl")
     rows = []
     for transport in transports:
         for row in await _split(config, transport, report, alone):
@@ -66,14 +71,14 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
 
 
 async def _split(
-    config: EngineConfig, transport: str, report: Report, alone: dict[int, list[Result]]
+    config: EngineConfig, transport: Transport, report: Report, alone: dict[int, list[Result]]
 ) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         where = f"unix:{folder}/prefill"
-        of_p = TransferConfig(role="prefill", listen=where, kv_transport=transport)  # type: ignore[arg-type]
+        of_p = TransferConfig(role="prefill", listen=where, kv_transport=transport)
         of_d = TransferConfig(
             role="decode", peers=(where,), kv_transport=transport, prefill_threshold=1, on_load_failure="fail"
-        )  # type: ignore[arg-type]
+        )
         async with (
             compose.open_engine(structs.replace(config, transfer=of_p), process=PROCESSES, progress=report) as p,
             compose.open_engine(structs.replace(config, transfer=of_d), process=PROCESSES, progress=report) as d,
@@ -93,14 +98,14 @@ async def _met(engine: Engine) -> None:
 
 async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: list[Result]) -> dict[str, Any]:
     await _ask(d, length, 1)  # the first one makes connections
-    before = await p.statistics()
+    before = await p.statistics() | await _moved(d)
     found = await _ask(d, length)
-    after, moved = await p.statistics(), await d.statistics()
+    after = await p.statistics() | await _moved(d)
     if not all(result.timing.remote_prefill == "done" for result in found):
         raise EngineFailure(f"a prompt of {length} tokens was not computed by the other engine")
     ttft = _ttft_ms(found)
-    steps_ms = 1000 * (after["step_s_sum"] - before["step_s_sum"]) / len(found)
-    size = length // d.kv.page_size * d.kv.page_bytes
+    steps_s, read_s, moved = (after[name] - before[name] for name in ("step_s_sum", *MOVED))
+    steps_ms = 1000 * steps_s / len(found)
     return {
         "transport": transport,
         "prompt_tokens": length,
@@ -108,11 +113,18 @@ async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: lis
         "ttft_ms": ttft,
         "prefill_steps_ms": steps_ms,
         "first_token_ms": max(0.0, ttft - steps_ms),
-        "bytes_per_s": moved["remote_bytes_per_s"],
-        "moved_ms": 1000 * size / moved["remote_bytes_per_s"],
-        "overhead_ms": 1000 * moved["remote_overhead_s"],
+        "alone_longest_gap_ms": _longest_gap_ms(alone),
+        "longest_gap_ms": _longest_gap_ms(found),
+        "bytes": moved / len(found),
+        "bytes_per_s": moved / read_s,
+        "moved_ms": 1000 * read_s / len(found),
         "equal": [result.token_ids for result in found] == [result.token_ids for result in alone],
     }
+
+
+async def _moved(d: Engine) -> dict[str, float]:
+    found = await d.statistics()
+    return {name: found[name] for name in MOVED}
 
 
 async def _ask(engine: Engine, length: int, times: int | None = None) -> list[Result]:
@@ -128,6 +140,11 @@ async def _ask(engine: Engine, length: int, times: int | None = None) -> list[Re
 
 def _ttft_ms(results: list[Result]) -> float:
     return statistics.median(result.timing.ttft_ms or 0.0 for result in results)
+
+
+def _longest_gap_ms(results: list[Result]) -> float:
+    """Between two tokens: with a handover, the first two."""
+    return statistics.median(result.timing.itl_max_ms or 0.0 for result in results)
 
 
 def _copy_bytes_per_s(page_bytes: int) -> float:
@@ -147,6 +164,7 @@ def _copy_bytes_per_s(page_bytes: int) -> float:
 def _line(row: dict[str, Any]) -> str:
     return (
         "split     {transport:>13} {prompt_tokens:>5} tok  first token {ttft_ms:8.1f} ms (alone {alone_ttft_ms:8.1f}), "
-        "{first_token_ms:6.1f} ms of it not in steps; pages {moved_ms:6.1f} ms, {copy_ratio:.2f} of a copy's speed, "
-        "{moved_of_prefill:.2%} of the prefill; all else {overhead_ms:.1f} ms; answers {verdict}"
+        "{first_token_ms:6.1f} ms of it not in steps; longest gap {longest_gap_ms:6.1f} ms (alone "
+        "{alone_longest_gap_ms:6.1f}); pages {moved_ms:6.1f} ms, {copy_ratio:.2f} of a copy's speed, "
+        "{moved_of_prefill:.2%} of the prefill; answers {verdict}"
     ).format(**row, verdict="equal" if row["equal"] else "DIFFERENT")

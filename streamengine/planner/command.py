@@ -95,6 +95,7 @@ def command(
     if times_only:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
+    load.check()
     model, kv = engine_of(config, found, token_bytes)
     _tell_differences(config, found.config)
     reports: list[Report] = []

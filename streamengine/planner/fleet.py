@@ -213,8 +213,8 @@ class Fleet:
     # lives
 
     def _start(self, replica: Replica) -> None:
-        plan, place, ratios = self._plan, replica.place, self._plan.times.ratios
-        phase = 0.0 if plan.in_phase or not ratios else self._random.uniform(0, ratios[-1][0])
+        plan, place, speeds = self._plan, replica.place, self._plan.times.speeds
+        phase = 0.0 if plan.in_phase or not speeds else self._random.uniform(0, speeds[-1][0])
         answers = Distinct() if place.prefill else self._workload.answers
         config = self._configs[place.prefill]
         replica.engine = Engine(config, plan.model, plan.kv, place, plan.times, answers, phase)

@@ -24,7 +24,7 @@ class Engine:
 
     Args:
         config: with ``transfer`` it has a connector, whose ``wire`` somebody must read.
-        phase_s: where in the ratios of ``times`` it is at time 0.
+        phase_s: where in the speeds of ``times`` it is at time 0.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Engine:
         deltas += self._exchange(now)
         while len(self._in_flight) < self._times.depth and (step := self.scheduler.plan(now)) is not None:
             self._free_at = max(now, self._free_at)
-            ratio = self._times.ratio(self._phase_s + self._free_at)
-            seconds = self._times.middle(Shape.of_step(step)) * ratio
+            seconds = self._times.seconds(Shape.of_step(step), self._phase_s + self._free_at)
             self._free_at += seconds
             self._in_flight.append((step, self._free_at, seconds))
         assert self._in_flight or not self.scheduler.has_work, "nothing can be planned, and requests are unfinished"

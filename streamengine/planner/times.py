@@ -2,9 +2,9 @@
 
 A step computes prompt tokens and decoding rows, and its attention reads what lies before them: ``base + a · prompt
 tokens + b · pairs of a prompt's query and key + c · decoding tokens + d · keys that those read``, no part of it
-negative. The line goes through the middle of what was measured (least absolute relative error). How far single steps
-lie from it is kept with its time, since a machine that is slow at one moment is slow at the next: an engine of a
-simulation lives through it from a moment of its own on, and again from the beginning.
+negative, with the least squares of errors relative to the line. How far single steps of a trace lie from it is kept
+as a speed with its time: a machine that is slow at one moment is slow at the next, and for a long step as for the many
+short ones in its place. A simulated engine lives through these times from a moment of its own on, and then again.
 """
 
 import math
@@ -25,7 +25,9 @@ from streamengine.trace import Aborted, Landed, Line, Opened, Planned, Submitted
 
 ROUNDS = 20
 SWEEPS = 2_000
-MOST_RATIOS = 4096
+GAP_S = 0.1
+"""A core that plans nothing for longer had nothing to do."""
+
 FEWEST = 4
 """Steps of which a line is made."""
 
@@ -59,8 +61,8 @@ class Shape(NamedTuple):
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of a step by its `Shape`.
 
-    ``host_s`` lies between two steps of a core whose runner takes one at a time. ``ratios`` are ``(when, what a
-    step took over what the line says)``, in seconds since the first request; none: each takes what the line says.
+    ``host_s`` lies between two steps of a core whose runner takes one at a time. ``speeds`` are ``(since when, how
+    much of a step by the line is done in a second)``, by time since the first request, and over again; none: always 1.
     ``depth``, ``config``, ``kv`` and ``max_model_len`` are of the engine that was measured, as far as they are known.
     """
 
@@ -71,7 +73,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     decode_token_s: float = 0.0
     decode_key_s: float = 0.0
     host_s: float = 0.0
-    ratios: tuple[tuple[float, float], ...] = ()
+    speeds: tuple[tuple[float, float], ...] = ()
     depth: int = 1
     config: EngineConfig | None = None
     kv: KVSpec | None = None
@@ -79,8 +81,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         values = (self.host_s, self.prompt_token_s, self.prompt_pair_s, self.decode_token_s, self.decode_key_s)
-        if min(*values, *(ratio for _, ratio in self.ratios), self.base_s) < 0 or self.base_s + sum(values[1:]) <= 0:
+        if min(*values, self.base_s) < 0 or self.base_s + sum(values[1:]) <= 0:
             raise StartupError("step times must not be negative, and not all of them 0", param="times")
+        if not all(at >= 0 and speed > 0 for at, speed in self.speeds) or list(self.speeds) != sorted(self.speeds):
+            raise StartupError("speeds must be above 0, with times from 0 on in their order", param="times")
 
     def middle(self, shape: Shape) -> float:
         """Seconds, by the line."""
@@ -92,16 +96,25 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + self.decode_key_s * shape.decode_keys
         )
 
-    def ratio(self, at: float) -> float:
-        """That of the step which was computed at ``at``, or else of the one before it."""
-        if not self.ratios:
-            return 1.0
-        place = bisect_right(self.ratios, (at % self.ratios[-1][0] if self.ratios[-1][0] else 0.0, math.inf))
-        return self.ratios[max(0, place - 1)][1]
+    def seconds(self, shape: Shape, at: float) -> float:
+        """Of a step that begins at ``at``: until its work by the line is done, at the speeds of these times."""
+        work = self.middle(shape)
+        if not self.speeds or not (period := self.speeds[-1][0]):
+            return work
+        now = at % period
+        place, spent = max(0, bisect_right(self.speeds, (now, math.inf)) - 1), 0.0
+        while True:
+            speed = self.speeds[place][1]
+            until = self.speeds[place + 1][0] if place + 1 < len(self.speeds) else period
+            left = max(0.0, until - now)
+            if work <= left * speed:
+                return spent + work / speed
+            work, spent = work - left * speed, spent + left
+            place, now = (place + 1, until) if place + 1 < len(self.speeds) else (0, 0.0)
 
 
 def fit(source: str, steps: Iterable[tuple[Shape, float]], host_s: float = 0.0) -> StepTimes:
-    """The line through ``steps`` and their seconds, without ratios.
+    """The line through ``steps`` and their seconds.
 
     Raises:
         StartupError: too few of them.
@@ -115,8 +128,8 @@ def fit(source: str, steps: Iterable[tuple[Shape, float]], host_s: float = 0.0) 
     measured = [seconds for _, seconds in steps]
     line, guesses = [0.0] * len(scales), measured
     for _ in range(ROUNDS):
-        # The errors that count are relative to the line, and not to what was measured: so it is in the middle.
-        weights = [1 / (g * max(abs(s - g), 1e-3 * g)) for s, g in zip(measured, guesses, strict=True)]
+        # Relative to the line, and not to what was measured: what it says of many steps together is then right.
+        weights = [1 / g**2 for g in guesses]
         line = _least_squares(rows, measured, weights, line)
         guesses = [sum(a * x for a, x in zip(row, line, strict=True)) or 1e-9 for row in rows]
     base, token, pair, decode, key = (x / scale for x, scale in zip(line, scales, strict=True))
@@ -178,14 +191,12 @@ def read(path: str) -> StepTimes:
 
 def of_bench(source: str, found: Any) -> StepTimes:
     """Its decoding steps all have the same context, so what longer ones cost is not in it."""
-    context = 128
-    steps = [
-        (Shape(0, 0, row["batch"], 0), row["ms"] / 1e3) for row in found["decode"]
-    ]  # at one context, keys are but a multiple of the rows
+    # So its keys, but a multiple of the rows, are left out.
+    steps = [(Shape(decode_tokens=row["batch"]), row["ms"] / 1e3) for row in found["decode"]]
     for row in found["prefill"]:
         tokens = row["tokens"]
         steps.append((Shape(tokens, tokens * (tokens + 1) // 2), row["ms"] / 1e3))
-    return fit(f"{source} (decoding at a context of {context})", steps)
+    return fit(f"{source} (decoding at one context)", steps)
 
 
 def of_trace(source: str, opened: Opened, lines: Sequence[Line]) -> StepTimes:
@@ -215,14 +226,17 @@ def of_trace(source: str, opened: Opened, lines: Sequence[Line]) -> StepTimes:
                     last = ended if unfinished else None
     times = fit(source, [step[1:] for step in steps], max(0.0, median(gaps)) if gaps else 0.0)
     begin = min(line.at for line in lines if isinstance(line, Submitted))
-    every = -(-len(steps) // MOST_RATIOS)
-    ratios = [
-        (round(at - begin, 3), round(seconds / max(times.middle(shape), 1e-9), 4))
-        for at, shape, seconds in steps[::every]
-    ]
+    speeds: list[tuple[float, float]] = []
+    for (at, shape, seconds), following in zip(steps, [*steps[1:], None], strict=True):
+        # What lies between two steps beyond the usual is a part of the first one's.
+        turn = math.inf if following is None else following[0] - at - times.host_s
+        taken = turn if seconds < turn < seconds + GAP_S else seconds
+        speeds.append((at - begin, times.middle(shape) / taken))
+        if turn > seconds + GAP_S:
+            speeds.append((at - begin + seconds, 1.0))  # nothing was computed
     return msgspec.structs.replace(
         times,
-        ratios=tuple(ratios),
+        speeds=tuple(sorted(speeds)),
         depth=opened.depth,
         config=opened.config,
         kv=opened.kv,

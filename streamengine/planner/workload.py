@@ -15,13 +15,16 @@ from msgspec import Meta
 from compiled.step import Sampling, Step, StepResult
 from streamengine.checks import MANY, settle
 from streamengine.config import Count, Text
-from streamengine.errors import StartupError
+from streamengine.errors import ContextLengthExceeded, InvalidRequest, Overloaded, StartupError
 from streamengine.replay import MADE_UP, TableRunner, read, sessions
 from streamengine.request import Request
-from streamengine.trace import Aborted, Landed, Line, Submitted
+from streamengine.trace import Aborted, Line, Submitted
 
 BLOCK = 512
 """Tokens of one of Mooncake's hashes."""
+
+NO_CANCELLATIONS = {InvalidRequest.code, ContextLengthExceeded.code, Overloaded.code, "ended", "shutdown"}
+"""What a trace calls an abort that was nobody's wish: a refusal, an answer that had ended elsewhere, the core's end."""
 
 _GREEDY = Sampling()
 
@@ -92,6 +95,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         settle(self, StartupError)
+
+    def check(self) -> None:
+        """Raises StartupError where it does not say who asks, or says it twice."""
         if (self.workload is None) == (self.rate is None):
             raise StartupError("a plan takes either rate or workload, the name of a file", param="rate")
         for field in msgspec.structs.fields(self) if self.workload is not None else ():
@@ -104,6 +110,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
             StartupError: the file cannot be read, or is of another kind.
         """
+        self.check()
         if self.workload is not None:
             return _of_file(self.workload)
         cv = f" (cv {self.prompt_cv:g}, {self.answer_cv:g})" if self.prompt_cv or self.answer_cv else ""
@@ -191,19 +198,23 @@ def _request(id: int, row: _Row) -> Request:
 
 
 def recorded(about: str, page_size: int, lines: Iterable[Line]) -> Workload:
-    """The arrivals and cancellations of one session of a trace of ours, with the answers that were given then."""
+    """The clients' arrivals and cancellations of one session of a trace of ours, with the answers that were given then.
+
+    What was refused is asked for again: whether there is room is for the simulation to say. What had not ended where
+    the trace ends goes on. Prompts of other engines, whose ids are below 0, are left out.
+    """
     lines = list(lines)
     answers = TableRunner(page_size, lines)
-    ended = {told.request for line in lines if isinstance(line, Landed) for told in line.answers if told.finish}
     cancels = {line.request: line.at for line in lines if isinstance(line, Aborted) and line.index is None}
-    submitted = [line for line in lines if isinstance(line, Submitted)]
+    for line in lines:
+        if isinstance(line, Aborted) and line.cause in NO_CANCELLATIONS:
+            cancels.pop(line.request, None)
+    submitted = [line for line in lines if isinstance(line, Submitted) and line.request.id >= 0]
     if not submitted:
-        raise StartupError(f"nobody asks for anything in {about}", param="workload")
+        raise StartupError(f"no client asks for anything in {about}", param="workload")
     first = submitted[0].at
-    # What a trace that was cut off does not show the end of is asked for nonetheless.
     jobs = (
-        Job(line.at - first, answers.request(line), math.inf if id in ended else cancels.get(id, math.inf) - first)
+        Job(line.at - first, answers.request(line), cancels.get(line.request.id, math.inf) - first)
         for line in submitted
-        for id in (line.request.id,)
     )
     return Workload(about, jobs, answers)

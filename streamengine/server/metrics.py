@@ -64,6 +64,8 @@ COUNTERS = {
     "remote_bytes": ("remote_prefill_bytes", "Bytes of the KV cache that came from other engines."),
     "remote_mismatches": ("remote_prefill_mismatches", "Connections to engines whose pages mean something else."),
     "prefills_done": ("peer_prefills", "Prompts that were computed for other engines."),
+    "prefills_refused": ("peer_prefills_refused", "Prompts of other engines that were not computed."),
+    "prefills_mismatches": ("peer_prefill_mismatches", "Connections by engines whose pages mean something else."),
     "prefills_expired": ("peer_prefills_expired", "Prompts of other engines that nobody asked for in time."),
     "engine_submitted": ("requests_submitted", "Requests that were taken in."),
 }

@@ -13,6 +13,10 @@ WORTH = 2.0
 FIRST_THRESHOLD = 256
 """Tokens, until both speeds have been observed."""
 
+PROBE_EVERY = 32
+"""Of prompts that are long but below an observed threshold, one in so many goes to a peer: else what was slow once
+would be slow for ever."""
+
 NEVER = 2**31
 
 _WEIGHT = 0.2
@@ -53,6 +57,16 @@ class Threshold:
         self._step_s: float | None = None
         self._byte_s: float | None = None
         self._overhead_s = 0.0
+        self._passed = 0
+
+    def worth(self, tokens: int) -> bool:
+        """Whether a prompt with so many uncached tokens is to go to a peer; now and then only to see."""
+        if tokens >= self.tokens:
+            return True
+        if self._tokens is not None or tokens < FIRST_THRESHOLD:
+            return False
+        self._passed += 1
+        return self._passed % PROBE_EVERY == 0
 
     @property
     def tokens(self) -> int:

@@ -129,7 +129,7 @@ class Connector:
             half.check()
 
     def statistics(self) -> dict[str, float]:
-        found: dict[str, float] = {"transfer_pages": self._landing.held}
+        found: dict[str, float] = {"transfer_pages": self._landing.pages}
         for half in self._halves:
             found |= half.statistics()
         return found

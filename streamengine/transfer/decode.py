@@ -62,6 +62,7 @@ class Decode:
     Args:
         landing: the scheduler's.
         threshold: from how many uncached tokens on a prompt is computed elsewhere.
+        room: pages that transfers to this engine, and requests that wait with what has landed, may have.
         name: unique among all engines and restarts.
         on_failure: what becomes of a request whose remote prefill fails: it is computed here, or ends in an error. A
             peer or a pool that is full is no failure; then it is computed here in any case.
@@ -72,6 +73,7 @@ class Decode:
         landing: Landing,
         threshold: Threshold,
         *,
+        room: int,
         name: str,
         page_size: int,
         page_bytes: int,
@@ -81,6 +83,7 @@ class Decode:
     ) -> None:
         self._landing = landing
         self._threshold = threshold
+        self._room = room
         self._name = name
         self._page_size = page_size
         self._page_bytes = page_bytes
@@ -96,6 +99,7 @@ class Decode:
         self._deltas: list[Delta] = []
         self._transfers = 0
         self._beat_at = inf
+        self._read_s = 0.0
         self._counts: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
@@ -115,9 +119,9 @@ class Decode:
             return False  # the one needs every row of the prompt, the other is behind its prompt already
         if not self._landing.can_begin(sequence):
             return False
-        if self._landing.uncached(sequence) < self._threshold.tokens:
+        if not self._threshold.worth(self._landing.uncached(sequence)):
             return False
-        if -(-len(request.prompt) // self._page_size) > self._landing.reserve:
+        if -(-len(request.prompt) // self._page_size) > self._room:
             self._counts["too_long"] += 1
             return False
         loads = dict.fromkeys(self._peers, 0)
@@ -264,7 +268,7 @@ class Decode:
 
     def _claim(self, remote: Remote, newest: int) -> bool:
         assert remote.handle is not None
-        pairs = self._landing.claim(remote.transfer, remote.sequence, remote.handle.pages)
+        pairs = self._landing.claim(remote.transfer, remote.sequence, remote.handle.pages, self._room)
         if pairs is None:
             return False
         remote.pairs, remote.barrier, remote.phase = pairs, newest, Phase.SETTLING
@@ -296,6 +300,7 @@ class Decode:
         moved = len(remote.pairs) * self._page_bytes
         self._threshold.moved(moved, seconds, now - remote.sent - remote.handle.seconds - seconds)
         self._counts["bytes"] += moved
+        self._read_s += seconds
         self._enter(remote)
 
     def _enter(self, remote: Remote) -> None:
@@ -315,7 +320,9 @@ class Decode:
     def _give_up(self, sequence: Sequence, code: str, why: str, *, failure: bool) -> bool:
         """Count and tell it. True: that was the request's end."""
         self._fallbacks[code] += 1
-        _logger.log(logging.WARNING if failure else logging.INFO, "request %d: %s", sequence.request.id, why)
+        # That nobody is connected was said when it came to be so, and need not be said for each request.
+        loud = failure and code != "no_peer"
+        _logger.log(logging.WARNING if loud else logging.INFO, "request %d: %s", sequence.request.id, why)
         if failure and self._on_failure == "fail":
             text = f"the prompt could not be computed elsewhere: {why}"
             self._deltas += ends(sequence, Finish("error", EngineFailure.code, text))
@@ -336,8 +343,9 @@ class Decode:
         """Prove that every transfer which may have pages has them, and no other."""
         having = {r.transfer for r in self._remotes.values() if r.phase in (Phase.SETTLING, Phase.POSTED)}
         assert not having & self._zombies, "a zombie has a request"
-        ours = {transfer for transfer in self._landing.transfers if transfer.startswith(f"{self._name}/")}
-        assert ours == having | self._zombies, f"{ours} hold pages, {having} and zombies {self._zombies} should"
+        found, ours = self._landing.transfers, having | self._zombies
+        assert found == ours, f"{found} hold pages, {having} and zombies {self._zombies} should"
+        assert self._landing.held <= self._room, "more pages are held than may be"
         assert len(self._by_request) == len(self._remotes), "a request has two transfers"
 
     def statistics(self) -> dict[str, float]:
@@ -346,6 +354,7 @@ class Decode:
         return {
             **{f"remote_{name}": self._counts[name] for name in names},
             **{f"remote_fallbacks_{code}": count for code, count in self._fallbacks.items()},
+            "remote_read_s": self._read_s,
             "remote_waiting": len(self._remotes),
             "remote_zombies": len(self._zombies),
             "remote_peers": len(self._peers),

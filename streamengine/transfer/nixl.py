@@ -222,4 +222,5 @@ class Nixl:
             self._agent.release_dlist_handle(self._prepared)
             self._agent.deregister_memory(self._registered)
         self._readings.clear()
-        self._agent = None  # with its endpoints, over which alone anything could still come
+        # What holds the agent: with it go its endpoints, over which alone anything could still come.
+        self._agent = self._prepared = self._registered = None

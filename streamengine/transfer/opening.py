@@ -17,13 +17,20 @@ from streamengine.transfer.transport import Transport, TransportError, checksums
 from streamengine.transfer.values import Card, Fingerprint
 from streamengine.transfer.worker import Worker
 
-PREFILL_SHARE, SHARE = 2, 4
-"""One part in so many of the pool is kept for transfers: where it computes prompts for others alone, and else."""
+SHARE, PREFILL_SHARE = 4, 2
+"""One part in so many of the pool is for transfers in one direction; half where prompts for others are all there is."""
 
 
 def reserve(config: TransferConfig, kv: KVSpec) -> KVSpec:
     """``kv`` with the pages that transfers may hold set apart."""
-    return dataclasses.replace(kv, reserved=(kv.pages - 1) // (PREFILL_SHARE if config.role == "prefill" else SHARE))
+    return dataclasses.replace(kv, reserved=sum(_rooms(config, kv)))
+
+
+def _rooms(config: TransferConfig, kv: KVSpec) -> tuple[int, int]:
+    """Pages for transfers to this engine, and for prompts of others."""
+    pages = kv.pages - 1
+    kept = pages // (PREFILL_SHARE if config.role == "prefill" else SHARE)
+    return pages // SHARE if config.peers else 0, kept if config.listen else 0
 
 
 def open_worker(
@@ -66,10 +73,12 @@ def build_connector(
     transfer = config.transfer
     assert transfer is not None
     decode = prefills = None
+    landing_room, kept_room = _rooms(transfer, kv)
     if transfer.peers:
         decode = Decode(
             landing,
             Threshold(transfer.prefill_threshold, kv.page_bytes, kv.page_size),
+            room=landing_room,
             name=f"{card.engine}/{card.incarnation}",
             page_size=kv.page_size,
             page_bytes=kv.page_bytes,
@@ -83,6 +92,7 @@ def build_connector(
             engine=card.engine,
             incarnation=card.incarnation,
             page_size=kv.page_size,
+            room=kept_room,
             most=config.max_num_seqs + config.max_queue,
             vocab_size=model.vocab_size,
             checksums=sums if config.debug else None,

@@ -58,6 +58,8 @@ class Prefills:
     Args:
         landing: the scheduler's.
         engine: who we are, in handles, and ``incarnation``.
+        room: pages that prompts may have which run or are kept. Not shared with transfers to this engine: two engines
+            that compute prompts for each other would wait for each other's room.
         most: prompts that may be here and have no token yet.
         vocab_size: of the model.
         checksums: of pages, where handles are to have them.
@@ -70,6 +72,7 @@ class Prefills:
         engine: str,
         incarnation: str,
         page_size: int,
+        room: int,
         most: int,
         vocab_size: int,
         checksums: Checksums | None = None,
@@ -77,13 +80,15 @@ class Prefills:
         self._landing = landing
         self._engine, self._incarnation = engine, incarnation
         self._page_size = page_size
+        self._room = room
         self._most = most
         self._vocab_size = vocab_size
         self._checksums = checksums
         self._prompts: dict[str, _Prompt] = {}
         self._by_id: dict[int, _Prompt] = {}
         self._queue: deque[_Prompt] = deque()
-        self._promised = 0
+        self._lent = 0
+        """Of the room, by prompts from their start until they are forgotten."""
         self._orders: list[Order] = []
         self._aborts: list[int] = []
         self._counts: Counter[str] = Counter()
@@ -130,10 +135,10 @@ class Prefills:
         begun = []
         while self._queue:
             pages = self._pages(self._queue[0])
-            if self._landing.held + self._promised + pages > self._landing.reserve:
+            if self._lent + pages > self._room:
                 break
             prompt = self._queue.popleft()
-            self._promised += pages
+            self._lent += pages
             prompt.running = True
             begun.append(prompt.request)
         return begun
@@ -189,16 +194,14 @@ class Prefills:
             return "a prefill has neither answered tokens nor prompt_logprobs"
         if not request.prompt or not 0 <= min(request.prompt) <= max(request.prompt) < self._vocab_size:
             return f"a prefill has tokens, each below {self._vocab_size}"
-        if (pages := -(-len(request.prompt) // self._page_size)) > self._landing.reserve:
-            return f"a prompt of {pages} pages; transfers may hold {self._landing.reserve}"
+        if (pages := -(-len(request.prompt) // self._page_size)) > self._room:
+            return f"a prompt of {pages} pages; at most {self._room} can be kept"
         return ""
 
     def _end(self, prompt: _Prompt, delta: Delta, now: float) -> None:
         finish = delta.finish
         assert finish is not None
         del self._by_id[delta.request]
-        if prompt.running:
-            self._promised -= self._pages(prompt)
         pages = self._landing.kept(prompt.transfer)
         if prompt.given_up or pages is None or finish.reason not in ("stop", "length"):
             if not prompt.given_up:
@@ -241,6 +244,8 @@ class Prefills:
     def _forget(self, prompt: _Prompt) -> None:
         self._landing.drop(prompt.transfer)
         del self._prompts[prompt.transfer]
+        if prompt.running:
+            self._lent -= self._pages(prompt)
 
     def _refuse(self, peer: str, transfer: str, code: str, message: str) -> None:
         self._counts["refused"] += 1
@@ -250,12 +255,11 @@ class Prefills:
         return -(-len(prompt.request.prompt) // self._page_size)
 
     def check(self) -> None:
-        """Prove that what is held is held for a prompt that was computed, and the other way round."""
+        """Prove that what is kept is kept for a prompt that was computed, and the other way round."""
         done = {prompt.transfer for prompt in self._prompts.values() if prompt.handle is not None}
-        assert done <= self._landing.transfers, f"{done - self._landing.transfers} lost their pages"
-        running = [prompt for prompt in self._by_id.values() if prompt.running]
-        assert self._promised == sum(map(self._pages, running)), "room was promised to nobody"
-        assert self._landing.held + self._promised <= self._landing.reserve, "more is held than may be"
+        assert done == self._landing.kept_for, f"for {self._landing.kept_for} pages are kept, {done} were computed"
+        running = [prompt for prompt in self._prompts.values() if prompt.running]
+        assert self._lent == sum(map(self._pages, running)) <= self._room, f"{self._lent} pages are lent"
 
     def statistics(self) -> dict[str, float]:
         """``prefills_…``: prompts of other engines, and the pages that are held for them."""

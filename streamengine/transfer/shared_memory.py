@@ -5,6 +5,7 @@ nothing behind. It is found as ``/proc/PID/fd/N``, which only processes of the s
 its inode tells it from whatever else a process of that number may have by then.
 """
 
+import fcntl
 import mmap
 import os
 
@@ -47,11 +48,13 @@ class SharedMemory(Copying):
         path = f"/proc/{at.pid}/fd/{at.descriptor}"
         size = at.pages * at.page_bytes
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # should it be a pipe
             try:
                 found = os.fstat(descriptor)
                 if (found.st_dev, found.st_ino) != (at.device, at.inode) or found.st_size < size:
                     raise TransportError(f"{path} is not the memory that its engine told of")
+                if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                    raise TransportError(f"{path} could be cut off while it is read: it is not sealed")
                 mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)

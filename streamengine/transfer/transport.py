@@ -67,7 +67,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is written into our memory after this, and nothing is reported of what was in flight. Twice is once."""
+        """Nothing is written into our memory after this, nor reported of what was in flight. Twice is once."""
         ...
 
 

@@ -145,7 +145,7 @@ SHAPE = KVShape((LayerShape(2, 8, 8),) * 2, page_size=4, dtype=torch.float32)
 
 def test_a_page_is_one_block_and_each_layer_sees_its_part_of_it() -> None:
     store = KVStore(SHAPE, 3)
-    assert store.spec.page_bytes == 2 * 2 * 4 * 2 * 8 * 4
+    assert store.spec.page_bytes == 2 * 2 * 4 * 2 * 8 * 4 and store.spec.layout == "2 of 2 x (8 + 8)"
     keys, values = store.layers[1]
     assert keys.shape == values.shape == (3, 4, 2, 8)
     assert keys.stride() == values.stride()
@@ -156,6 +156,8 @@ def test_a_page_is_one_block_and_each_layer_sees_its_part_of_it() -> None:
 def test_layers_of_different_sizes_share_a_page_without_touching_each_other() -> None:
     shape = KVShape((LayerShape(1, 3, 5), LayerShape(4, 8, 8), LayerShape(2, 6, 2)), page_size=4, dtype=torch.bfloat16)
     store = KVStore(shape, 3)
+    assert (store.spec.dtype, store.spec.layers) == ("bfloat16", 3)
+    assert store.spec.layout == "1 of 1 x (3 + 5), 1 of 4 x (8 + 8), 1 of 2 x (6 + 2)"
     views = [view for pair in store.layers for view in pair]
     assert [view.shape[2:] for view in views] == [(1, 3), (1, 5), (4, 8), (4, 8), (2, 6), (2, 2)]
     for number, view in enumerate(views):

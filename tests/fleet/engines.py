@@ -13,7 +13,6 @@ from tests.fakes import FakeHandle, FakeRunner, fake_kv, fake_model
 from tests.serving import engine_over
 
 STEP_S = 0.02
-PROMPT = "hello"
 MOST = 4096
 
 
@@ -28,7 +27,7 @@ class Paced(FakeRunner):
 
 def open_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     def build(report: object) -> Paced:
-        return Paced(kv=fake_kv(pages=4097, page_size=16), model=fake_model(MOST))
+        return Paced(kv=fake_kv(pages=4097, page_size=16), model=fake_model(MOST), shared=config.transfer is not None)
 
     given = {name: getattr(config, name) for name in msgspec.structs.asdict(config)}
     return engine_over(build, **given)(lambda progress: None)

@@ -289,3 +289,20 @@ def test_a_stream_is_there_for_its_own_principal_only(
         assert refused(served, method, where)[0] == 401
         with asked(served, method, where, **alice) as response:
             assert response.status == 200
+
+
+def test_an_answer_that_another_server_began_goes_on_over_http(served: Served) -> None:
+    body = {**ASK, "continues": list(ANSWER[:7].encode())}
+    with asked(served, "POST", "/v1/generate", body, **EVENTS) as response:
+        events = all_events(response)
+    assert (events[0]["type"], events[0]["after"]) == ("accepted", 7)
+    assert text_of(events) == ANSWER[7:]
+    assert (events[-1]["check"]["bytes"], events[-1]["usage"]["completion_tokens"]) == (20, 20)
+    assert events[-1]["timing"]["continued_tokens"] == 7
+    status, answer = ask(served, "POST", "/v1/generate", body)
+    assert (status, answer["text"]) == (200, ANSWER)
+    assert refused(served, "POST", "/v1/generate", {**ASK, "continues": [9] * 21}) == (
+        400,
+        "invalid_request",
+        "continues",
+    )

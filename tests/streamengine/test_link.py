@@ -136,6 +136,21 @@ def test_a_blocked_core_wakes_up_when_the_engine_goes(sockets):
     assert isinstance(outcome[0], LinkClosed)
 
 
+def test_a_blocked_core_wakes_up_for_something_beside_its_messages_and_at_its_time(sockets):
+    front, core = sockets
+    link = CoreLink(core)
+    beside, other = socket.socketpair()
+    with beside, other:
+        assert link.receive(block=True, beside=beside, most_s=0.001) == []
+        with thread(lambda: link.receive(block=True, beside=beside)) as outcome:
+            other.send(b"!")
+        assert outcome == [[]]
+        beside.recv(1)
+        with thread(lambda: link.receive(block=True, beside=beside)) as outcome:
+            front.sendall(frame([Stop()]))
+        assert outcome == [[Stop()]]
+
+
 def test_what_was_sent_before_the_end_is_still_received(sockets):
     front, core = sockets
     link = CoreLink(core)

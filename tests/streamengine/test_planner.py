@@ -20,11 +20,11 @@ from streamengine.planner.fleet import Fleet
 from streamengine.planner.report import Report, Targets
 from streamengine.planner.state import Plan
 from streamengine.planner.times import Shape, StepTimes, fit
-from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake
+from streamengine.planner.workload import BLOCK, Distinct, Job, Load, Workload, mooncake, recorded
 from streamengine.replay import read
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
-from streamengine.trace import VERSION, Landed, Line, Opened, Planned, Submitted, Told
+from streamengine.trace import VERSION, Aborted, Landed, Line, Opened, Planned, Submitted, Told
 from tests.fakes import FakeRunner
 from tests.streamengine.test_trace import serve
 
@@ -84,7 +84,7 @@ def test_requests_of_one_token_wait_as_long_as_queueing_theory_says(load: float)
 def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
     def run(seed: int) -> Report:
         load = Load(rate=8, seconds=6, prompt_tokens=200, prompt_cv=1, answer_tokens=30, answer_cv=0.5, seed=seed)
-        spread = msgspec.structs.replace(TIMES, ratios=((0.0, 0.8), (1.0, 1.0), (3.0, 2.0), (4.0, 1.0)))
+        spread = msgspec.structs.replace(TIMES, speeds=((0.0, 0.8), (1.0, 1.0), (3.0, 0.5), (4.0, 1.0)))
         return figures(Fleet(plan(times=spread, replicas=2, mtbf_s=4, repair_s=1, seed=seed), load.open()).run())
 
     assert run(1) == run(1)
@@ -206,14 +206,14 @@ def test_a_line_through_exact_steps_is_found_again() -> None:
         assert found.middle(shape) == pytest.approx(true.middle(shape), rel=0.02)
 
 
-def test_a_few_slow_steps_do_not_move_the_line() -> None:
+def test_a_line_says_what_steps_take_together_a_few_slow_ones_among_them() -> None:
     steps = [
         (Shape(0, 0, rows, 100 * rows), (0.01 + 0.001 * rows) * (5 if i % 20 == 0 else 1))
-        for i in range(200)
-        for rows in (1 + i % 8,)
+        for i in range(800)
+        for rows in (1 + i % 7,)
     ]
     found = fit("", steps)
-    assert found.middle(Shape(0, 0, 4, 400)) == pytest.approx(0.014, rel=0.02)
+    assert sum(found.middle(shape) for shape, _ in steps) == pytest.approx(sum(time for _, time in steps), rel=0.02)
 
 
 def test_the_figures_of_bench_steps_are_step_times(tmp_path: Path) -> None:
@@ -238,6 +238,14 @@ def test_what_is_no_step_times_is_refused_by_its_name(tmp_path: Path, text: str)
 
 
 # files
+
+
+def test_step_times_can_be_printed_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode(TIMES))
+    assert cli.run(["plan", "--times", str(file), "--times-only"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert times.read(str(file)) == TIMES
 
 
 def test_equal_hashes_of_mooncake_are_equal_tokens() -> None:
@@ -330,6 +338,19 @@ def test_the_trace_of_a_core_is_a_workload(tmp_path: Path, capsys: pytest.Captur
     assert report["hit_rate"] > 0
 
 
+def test_of_a_trace_refusals_are_asked_again_and_only_who_went_away_goes_away() -> None:
+    asked = Request(id=0, prompt=(), max_tokens=40, sampling=Sampling())
+    lines: list[Line] = [
+        *[Submitted(5.0, msgspec.structs.replace(asked, id=id), length=20) for id in (-1, 1, 2, 3)],
+        Aborted(5.0, 1, "overloaded"),
+        Aborted(5.1, 2, "client"),
+        Aborted(5.2, 3, "shutdown"),
+    ]
+    fleet = Fleet(plan(), recorded("it", 16, lines))
+    assert fleet.run().ends == {"length": 2, "cancelled": 1}
+    assert [outcome.tokens == 40 for outcome in fleet.outcomes] == [True, False, True]
+
+
 def test_step_times_of_a_trace_are_of_its_steps_and_of_what_lies_between_them() -> None:
     config = EngineConfig()
     model = ModelSpec("m", "", "", "", vocab_size=9, max_model_len=99, eos_token_ids=())
@@ -346,4 +367,14 @@ def test_step_times_of_a_trace_are_of_its_steps_and_of_what_lies_between_them() 
     assert found.host_s == pytest.approx(0.02)
     assert found.middle(Shape(0, 0, 1, 25)) == pytest.approx(0.01, rel=0.02)
     assert found.middle(Shape(20, 210)) == pytest.approx(0.02, rel=0.02)
-    assert (found.depth, found.max_model_len, found.ratio(100.0)) == (1, 99, pytest.approx(1, rel=0.02))
+    assert (found.depth, found.max_model_len) == (1, 99)
+    assert [speed for _, speed in found.speeds] == pytest.approx([1] * 10, rel=0.02)
+
+
+def test_a_long_step_takes_the_mean_of_the_speeds_of_its_time_and_a_short_one_that_of_its_moment() -> None:
+    speeds = ((0.0, 1.0), (1.0, 0.25), (2.0, 1.0), (3.0, 1.0))
+    line = StepTimes(source="", base_s=0.0, prompt_token_s=0.1, speeds=speeds)
+    assert line.seconds(Shape(1), 0.5) == pytest.approx(0.1)
+    assert line.seconds(Shape(1), 4.5) == pytest.approx(0.4), "after 3 s it begins again"
+    assert line.seconds(Shape(10), 0.5) == pytest.approx(0.5 + 1 + 0.25)
+    assert line.seconds(Shape(90), 0.0) == pytest.approx(4 * 3)

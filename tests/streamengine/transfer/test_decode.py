@@ -79,6 +79,7 @@ def test_the_first_token_is_told_before_the_pages_have_come(pair):
     assert pair.note_of(id) == ["done"]
     # No prompt token was computed here, the last one neither.
     assert sum(len(row.tokens) for step in pair.decode.runner.steps for row in step.rows) == 5
+    assert pair.decode.scheduler.statistics()["generated_tokens"] == 6
 
 
 def test_an_answer_that_ends_with_its_first_token_moves_no_page(pair):
@@ -317,7 +318,7 @@ def test_a_peer_takes_no_more_prompts_than_it_has_room_for_and_the_rest_wait_the
     for _ in range(3):
         wire.deliver()
         prefill.turn()
-        assert prefill.scheduler.landing.held <= 10
+        assert prefill.scheduler.landing.pages <= 10
     assert prefill.connector.statistics()["prefills_held"] == 2
     for _ in range(20):
         wire.deliver()
@@ -336,7 +337,7 @@ def test_a_peer_takes_no_more_prompts_than_it_has_room_for_and_the_rest_wait_the
         ({"n": 2}, "n of a prefill is 1, not 2"),
         ({"prompt": (1, 258)}, "each below 258"),
         ({"prompt": ()}, "a prefill has tokens"),
-        ({"prompt": (1,) * 100}, "a prompt of 25 pages; transfers may hold 16"),
+        ({"prompt": (1,) * 100}, "a prompt of 25 pages; at most 16 can be kept"),
         ({"prompt_logprobs": 0}, "neither answered tokens nor prompt_logprobs"),
     ],
 )
@@ -357,3 +358,46 @@ def test_every_prefill_is_released_once_it_is_over(pair):
     pair.decode.exchange()
     assert pair.said(pair.decode, Release) == [Release(transfer)]
     pair.settle()
+
+
+def test_of_an_engine_that_died_nothing_is_kept_beyond_the_lease_and_its_next_start_is_another_one(pair):
+    pair.post_a_read()
+    pair.decode.submit((*PROMPT, 1), 6)
+    pair.wire.deliver()
+    pair.prefill.exchange()
+    pair.wire.cut()
+    pair.prefill.turn()
+    # What was computed may still be being read; what was not is given up at once.
+    assert pair.prefill.connector.statistics()["prefills_held"] == 1 and not pair.prefill.scheduler.has_work
+    again = Engine("d", 2, decode=True)
+    wire = Wire(again, pair.prefill, "p")
+    wire.connect()
+    again.exchange()
+    id = again.submit(PROMPT, 6)
+    for _ in range(3):
+        wire.deliver()
+        pair.prefill.turn()
+        again.turn()
+        for transfer in list(again.worker.reads):
+            again.end_read(transfer)
+    again.run()
+    assert again.answers[id] == oracle(PROMPT, 6) and again.connector.statistics()["remote_landed"] == 1
+    pair.pass_time(LEASE_S)
+    wire.deliver()
+    pair.prefill.turn()
+    assert pair.prefill.connector.statistics()["transfer_pages"] == 0
+    assert pair.prefill.pool.available == pair.prefill.pool.capacity
+
+
+def test_a_peer_that_restarted_is_not_asked_for_pages_of_its_former_life(pair):
+    id = pair.decode.submit(PROMPT, 6)
+    pair.wire.deliver()
+    pair.prefill.turn()
+    (prefilled,) = pair.said(pair.prefill, Prefilled)
+    pair.wire.cut()
+    pair.wire.prefill = Engine("p", 2, prefill=True, now=pair.prefill.now)
+    pair.wire.connect()
+    pair.decode.receive("p", prefilled)
+    pair.decode.run()
+    assert not pair.decode.worker.reads and pair.fallbacks() == {"lost": 1}
+    assert pair.decode.answers[id] == oracle(PROMPT, 6)

@@ -103,7 +103,7 @@ def untouched(ours: KVMemory, pairs: tuple[tuple[int, int], ...]) -> bool:
     return all(page(ours, target) == bytes([POISON]) * PAGE_BYTES for _, target in pairs)
 
 
-def ended(d: Core, transfer: str, limit_s: float = 10.0) -> Landed | Failed:
+def ended(d: Core, transfer: str, limit_s: float = 30.0) -> Landed | Failed:
     report = d.until(lambda report: isinstance(report, Landed | Failed) and report.transfer == transfer, limit_s)
     assert isinstance(report, Landed | Failed)
     return report
@@ -125,10 +125,10 @@ def test_an_engine_that_was_killed_is_lost_at_once_and_read_no_more(kind: str, t
     where = socket_path(tmp_path)
     with engine(kind, where) as p, reader(kind, where) as (d, ours):
         p.kill()
-        d.until(Lost, 2.0)
+        d.until(Lost, 10.0)
         pairs = scattered(30, seed=1)
         d.post(Read("t", where, "P-1", pairs))
-        assert isinstance(ended(d, "t", 2.0), Failed)
+        assert isinstance(ended(d, "t", 10.0), Failed)
         assert untouched(ours, pairs)
 
 

@@ -30,8 +30,10 @@ class SplitMachine(RuleBasedStateMachine):
         threshold=st.integers(1, 6),
         on_failure=st.sampled_from(["recompute", "recompute", "fail"]),
         peers=st.integers(1, 2),
+        mutual=st.booleans(),
     )
-    def build(self, pages, page_size, depth, budget, prefix, window, threshold, on_failure, peers):
+    def build(self, pages, page_size, depth, budget, prefix, window, threshold, on_failure, peers, mutual):
+        """``mutual``: the first peer has its own long prompts computed in return."""
         self.options = {
             "usable_pages": pages,
             "page_size": page_size,
@@ -43,21 +45,33 @@ class SplitMachine(RuleBasedStateMachine):
             "max_queue": 6,
             "max_model_len": 40,
             "reserve": pages // 2,
+            "threshold": threshold,
+            "on_failure": on_failure,
         }
-        self.on_failure = on_failure
-        self.decode = Engine("d", decode=True, threshold=threshold, on_failure=on_failure, **self.options)
+        self.mutual = mutual
+        self.decode = Engine("d", decode=True, prefill=mutual, **self.options)
         self.incarnations = peers
         self.wires = []
         for number in range(peers):
-            prefill = Engine(f"p{number}", prefill=True, now=SKEW_S, **self.options)
+            prefill = Engine(f"p{number}", prefill=True, decode=self.returns(number), now=SKEW_S, **self.options)
             self.wires.append(Wire(self.decode, prefill, f"p{number}"))
-            self.wires[-1].connect()
-        self.decode.exchange()
+        if mutual:
+            self.wires.append(Wire(self.wires[0].prefill, self.decode, "d"))
+        for wire in self.wires:
+            wire.connect()
+        for engine in self.engines:
+            engine.exchange()
         self.zombies = 0
+
+    def returns(self, number):
+        return self.mutual and number == 0
 
     @property
     def engines(self):
-        return [self.decode, *(wire.prefill for wire in self.wires)]
+        return [self.decode, *(wire.prefill for wire in self.wires if wire.prefill is not self.decode)]
+
+    def reads(self):
+        return [(engine, transfer) for engine in self.engines for transfer in engine.worker.reads]
 
     @rule(
         length=st.integers(1, 20),
@@ -87,8 +101,8 @@ class SplitMachine(RuleBasedStateMachine):
             for engine in self.engines:
                 engine.turn()
                 engine.now += 0.1
-            for transfer in list(self.decode.worker.reads)[:reads]:
-                self.decode.end_read(transfer)
+            for engine, transfer in self.reads()[:reads]:
+                engine.end_read(transfer)
 
     @rule(which=st.integers(0, 2), turns=st.integers(1, 4))
     def turn(self, which, turns):
@@ -104,32 +118,32 @@ class SplitMachine(RuleBasedStateMachine):
         if len(engine.in_flight) < engine.runner.depth:
             engine.launch()
 
-    @rule(which=st.integers(0, 1), most=st.integers(1, 5))
+    @rule(which=st.integers(0, 2), most=st.integers(1, 5))
     def deliver(self, which, most):
         self.wires[which % len(self.wires)].deliver(most)
 
-    @rule(which=st.integers(0, 1), pick=st.integers(0, 1000))
+    @rule(which=st.integers(0, 2), pick=st.integers(0, 1000))
     def repeat(self, which, pick):
         self.wires[which % len(self.wires)].repeat(pick)
 
-    @precondition(lambda self: self.decode.worker.reads)
+    @precondition(lambda self: self.reads())
     @rule(pick=st.integers(0, 100), well=st.integers(0, 4))
     def end_read(self, pick, well):
-        reads = list(self.decode.worker.reads)
-        self.decode.end_read(reads[pick % len(reads)], well=well > 0)
+        engine, transfer = self.reads()[pick % len(self.reads())]
+        engine.end_read(transfer, well=well > 0)
 
-    @precondition(lambda self: self.decode.worker.reads)
+    @precondition(lambda self: self.reads())
     @rule(pick=st.integers(0, 100))
     def write_late(self, pick):
-        reads = list(self.decode.worker.reads)
-        self.decode.scribble(reads[pick % len(reads)])
+        engine, transfer = self.reads()[pick % len(self.reads())]
+        engine.scribble(transfer)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.0, LEASE_S, DEADLINE_S]), luck=st.integers(0, 2))
     def pass_time(self, seconds, luck):
         for engine in self.engines if luck or seconds < LEASE_S else ():
             engine.now += seconds
 
-    @rule(which=st.integers(0, 1), luck=st.integers(0, 5))
+    @rule(which=st.integers(0, 2), luck=st.integers(0, 5))
     def cut_or_connect(self, which, luck):
         wire = self.wires[which % len(self.wires)]
         if not wire.up:
@@ -142,12 +156,19 @@ class SplitMachine(RuleBasedStateMachine):
         """Its memory can be read until nobody does any more, as a memfd can; what it was computing is gone."""
         if luck:
             return
-        wire = self.wires[which % len(self.wires)]
-        if wire.up:
-            wire.cut()
+        which %= len(self.wires) - self.mutual
+        wire = self.wires[which]
+        back = self.wires[-1] if self.returns(which) else wire
+        for one in (wire, back):
+            if one.up:
+                one.cut()
         self.incarnations += 1
         old = wire.prefill
-        wire.prefill = Engine(old.card.engine, self.incarnations, prefill=True, now=old.now, **self.options)
+        wire.prefill = Engine(
+            old.card.engine, self.incarnations, prefill=True, decode=self.returns(which), now=old.now, **self.options
+        )
+        if back is not wire:
+            back.decode = wire.prefill
 
     @precondition(lambda self: self.decode.requests)
     @rule(pick=st.integers(0, 1000))
@@ -172,8 +193,8 @@ class SplitMachine(RuleBasedStateMachine):
         if not hasattr(self, "decode"):
             return
         self.run_to_the_end()
-        for transfer in list(self.decode.worker.reads):
-            self.decode.end_read(transfer)
+        for engine, transfer in self.reads():
+            engine.end_read(transfer)
         for _ in range(3):
             for engine in self.engines:
                 engine.now += LEASE_S
@@ -193,8 +214,8 @@ class SplitMachine(RuleBasedStateMachine):
                 engine.turn()
             if not any(e.scheduler.has_work or e.in_flight or len(e.connector) for e in self.engines):
                 return
-            for transfer in list(self.decode.worker.reads)[:1]:
-                self.decode.end_read(transfer)
+            for engine, transfer in self.reads()[:2]:
+                engine.end_read(transfer)
             for engine in self.engines:
                 engine.now += 0.2
         raise AssertionError("a request that never ends")
@@ -231,6 +252,7 @@ def test_a_storm_of_requests_and_of_everything_that_can_go_wrong():
             random.randint(8, 24), random.randint(1, 5), random.randint(1, 2), random.randint(8, 30),
             random.random() < 0.7, random.choice([None, None, 6]), random.randint(1, 6),
             random.choice(["recompute", "recompute", "fail"]), random.randint(1, 2),
+            random.random() < 0.3,
         )  # fmt: skip
         for _ in range(80):
             move = random.random()
@@ -245,7 +267,7 @@ def test_a_storm_of_requests_and_of_everything_that_can_go_wrong():
                 machine.abort(random.randint(0, 1000)) if machine.decode.requests else None
             elif move < 0.88:
                 machine.repeat(0, random.randint(0, 1000))
-            elif move < 0.92 and machine.decode.worker.reads:
+            elif move < 0.92 and machine.reads():
                 machine.write_late(0)
                 machine.end_read(random.randint(0, 10), random.randint(0, 1))
             elif move < 0.96:

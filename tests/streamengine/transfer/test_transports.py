@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -201,6 +201,19 @@ def test_the_memory_of_a_process_that_is_gone_cannot_be_mapped_by_its_number() -
         with pytest.raises(TransportError, match="is not the memory that its engine told of"):
             sink.connect("P-1", address)
         os.close(other.descriptor)
+
+
+def test_memory_that_could_shrink_while_it_is_read_is_not_mapped() -> None:
+    """Reading beyond its end would kill this process."""
+    with memories() as (theirs, ours):
+        source, sink = SharedMemory(), SharedMemory()
+        descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, theirs.view.nbytes)
+        address = source.register(replace(theirs, descriptor=descriptor))
+        sink.register(ours)
+        with pytest.raises(TransportError, match="not sealed"):
+            sink.connect("P-1", address)
+        os.close(descriptor)
 
 
 def test_shared_memory_can_be_read_when_its_engine_is_gone() -> None:

@@ -3,6 +3,7 @@
 Two workers speak over a real socket with shared memory; a peer that misbehaves is a plain socket.
 """
 
+import random
 import socket
 import struct
 import threading
@@ -213,6 +214,24 @@ def test_a_stranger_who_speaks_garbage_is_dropped_and_nobody_else_notices(
         assert page(ours, 4) == page(theirs, 3)
         report = p.until(Received)
         assert isinstance(report, Received) and report.message == Release("t")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_strangers_say_the_worker_works_on(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    good = said(Hello(card(SharedMemory(), "X")), Release("t"), Heartbeat(("t",), 1.0))
+    with two(socket_path(tmp_path)) as (p, d, theirs, ours):
+        peer = d.connected().peer
+        for _ in range(40):
+            words = bytearray(good)
+            for _ in range(draw.randrange(1, 20)):
+                words[draw.randrange(len(words))] = draw.randrange(256)
+            with a_stranger(p.worker.address) as sock:
+                sock.sendall(words[: draw.randrange(1, len(words) + 1)])
+        d.post(Read("t", peer, "P-1", ((3, 4),)), Send(peer, Release("end")))
+        d.until(Landed)
+        assert page(ours, 4) == page(theirs, 3)
+        p.until(lambda report: isinstance(report, Received) and report.message == Release("end"))
 
 
 def test_an_address_that_cannot_be_mapped_makes_a_lost_peer_not_a_dead_worker(tmp_path: Path) -> None:
