@@ -35,6 +35,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
             has whole calls of these, and their arguments keep to the schemas.
         tool_choice: ``auto``, ``none``, ``required``, or the one tool to call.
         parallel_tool_calls: False is one call at most.
+        chat_template_kwargs: what else the model's template looks at, e.g. ``{"enable_thinking": False}``; needs
+            ``messages``.
         continues: the first tokens of the answer, where another engine began it: it goes on behind them as if it had
             been one from the start, so greedy and seeded answers (`Log.seed`) come out the same. ``max_tokens``,
             ``min_tokens`` and usage count the whole answer.
@@ -56,6 +58,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     continues: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -79,4 +82,5 @@ class Asked(TypedDict, total=False):
     tools: Sequence[Any] | None
     tool_choice: Any
     parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
     continues: Sequence[int] | None

@@ -4,11 +4,11 @@ Refuses here, before the core sees anything, whatever a request can be refused f
 up the event loop: what takes longer than a few milliseconds runs in a worker thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,7 +27,7 @@ from streamengine.guided.leniency import left_out
 from streamengine.guided.tools import grammar_of, read_tools
 from streamengine.request import Request
 from streamengine.sampling import SamplingParams
-from streamengine.tokenizer import Tokenizer, read_messages
+from streamengine.tokenizer import NO_OPTIONS, Tokenizer, read_messages
 
 INLINE_CHARACTERS = 4096
 """Above, tokenizing takes more than about a millisecond. What a template takes for messages nobody knows."""
@@ -96,15 +96,18 @@ class Intake:
         self._check_continues(generate)
         name = _the_one_given(generate)
         value, words = getattr(generate, name), generate.sampling.bad_words
+        options = generate.chat_template_kwargs
+        if options and name != "messages":
+            raise InvalidRequest("chat_template_kwargs need messages", param="chat_template_kwargs")
 
         def work() -> Prompt:
             grammar = _grammar(generate)
             if box := read_tools(generate.tools, generate.tool_choice, generate.parallel_tool_calls):
                 _check_tools_fit(generate)
                 calls = self.tokenizer.calls()
-                ids = self._read_messages(value, box.tools)
+                ids = self._read_messages(value, options, box.tools)
                 return Prompt(ids, self._read_bad_words(words), grammar_of(box, calls), calls=calls)
-            ids = getattr(self, f"_read_{name}")(value)
+            ids = self._read_messages(value, options) if options else getattr(self, f"_read_{name}")(value)
             warnings = left_out(grammar) if grammar is not None and grammar.lenient else ()
             return Prompt(ids, self._read_bad_words(words), grammar, warnings)
 
@@ -248,13 +251,15 @@ class Intake:
         self._check_characters(len(text), "prompt")
         return self._accept(self.tokenizer.encode(text), "prompt")
 
-    def _read_messages(self, value: object, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+    def _read_messages(
+        self, value: object, options: Mapping[str, Any] | None = None, tools: Sequence[Tool] = ()
+    ) -> tuple[int, ...]:
         if isinstance(value, Sequence):
             # Each is at least a token, and reading a million of them takes a while.
             self._check_room(len(value), "messages", "at least ")
         messages = read_messages(value)
         self._check_characters(sum(map(characters, messages)), "messages")
-        return self._accept(self.tokenizer.chat(messages, tools), "messages")
+        return self._accept(self.tokenizer.chat(messages, tools, options or NO_OPTIONS), "messages")
 
     def _accept(self, ids: list[int], name: str) -> tuple[int, ...]:
         if not ids:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import jinja2
@@ -30,8 +31,15 @@ REPLACEMENT = "\ufffd"
 MAX_ROLE = 64
 """Characters. Roles are the template's to know, but none is longer than a word."""
 
-ROLE_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+ROLE_FIELDS = {
+    "system": ("name",),
+    "user": ("name",),
+    "assistant": ("name", "tool_calls"),
+    "tool": ("name", "tool_call_id"),
+}
 """Of messages, beside ``role`` and ``content``."""
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 MAX_TURNS = 100_000
 """How often the loops and macros of a template may run in one rendering; conversations need a few per message."""
@@ -64,11 +72,14 @@ class Tokenizer(Protocol):
         """What one token writes, in UTF-8: perhaps a part of a character. Nothing for special tokens."""
         ...
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The template's ids for ``messages`` (of `read_messages`), up to where the assistant speaks.
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> list[int]:
+        """The template's ids for ``messages`` (of `read_messages`), up to where the assistant speaks. ``options`` are
+        what else a template may look at.
 
         Raises:
-            InvalidRequest: the template refuses them; its message is the error's.
+            InvalidRequest: the template refuses them, with its own message; an option that is not the client's to set.
         """
         ...
 
@@ -137,14 +148,16 @@ class FolderTokenizer:
             return bytes(_BYTE_LEVEL[character] for character in piece)
         return text.encode()
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> list[int]:
         template = self._require_template()
         if tools or has_calls(messages):
             calls = self.calls()
             messages = for_template(messages, calls) if calls.native else in_words(messages, tools, calls)
             tools = tools if calls.native else ()
         # The template writes the special tokens itself.
-        return self.encode_part(template.render(messages, tools))
+        return self.encode_part(template.render(messages, tools, options))
 
     def calls(self) -> CallFormat:
         if self._calls is None:
@@ -248,16 +261,22 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
         """Raises `InvalidRequest` with the template's own message."""
-        more = {"tools": list(tools)} if tools else {}  # some ask no more than whether it is there
+        given = {
+            TURN: _turns(MAX_TURNS).__next__,
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": True,
+            **({"tools": list(tools)} if tools else {}),  # some ask no more than whether it is there
+        }
+        if ours := options.keys() & {*given, "tools"}:
+            text = f"chat_template_kwargs cannot set {', '.join(sorted(ours))}"
+            raise InvalidRequest(text, param="chat_template_kwargs")
         try:
-            return self._template.render(
-                {TURN: _turns(MAX_TURNS).__next__, **self._special_tokens},
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                **more,
-            )
+            return self._template.render({**given, **options})
         except Exception as error:  # foreign code: whatever it trips over, the messages made it
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
 

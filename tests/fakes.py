@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from compiled.step import PADDING_PAGE, KVMemory, KVSpec, Logprob, ModelSpec, Row, Sampling, Step, StepResult
 from streamengine.calls.conversation import in_words
 from streamengine.calls.format import IN_WORDS, CallFormat, Message, Tool
+from streamengine.tokenizer import NO_OPTIONS
 
 EOS = 256
 BOS = 257
@@ -449,7 +450,10 @@ class ByteTokenizer:
     def calls(self) -> CallFormat:
         return IN_WORDS
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> list[int]:
         messages = in_words(messages, tools, IN_WORDS)
-        lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        lines = "".join(f"{name}={value}\n" for name, value in options.items())
+        lines += "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return [BOS, *self.encode(f"{lines}assistant: ")]

@@ -263,7 +263,8 @@ async def test_an_answer_that_another_engine_began_goes_on_the_same_with_every_p
                 except RequestError:
                     continue
                 for cut in {1, len(whole) // 2, len(whole)}:
-                    if (again := await ask(engine, *pair, begun=whole[:cut])) != [whole]:
+                    again = await ask(engine, *pair, begun=whole[:cut])
+                    if again != [whole]:
                         wrong.append((pair, cut, again, whole))
             statistics = await engine.statistics()
     assert not wrong

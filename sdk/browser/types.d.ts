@@ -53,6 +53,7 @@ export interface Request {
   response_format?: { type: string; [more: string]: unknown };
   tools?: unknown[];
   tool_choice?: unknown;
+  chat_template_kwargs?: Record<string, unknown>;
   priority?: number;
   timeouts?: { queue_s?: number; total_s?: number };
   metadata?: Record<string, string>;

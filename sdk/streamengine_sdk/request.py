@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
     output: Any
     priority: int | None
     metadata: Mapping[str, str] | None
@@ -146,6 +147,7 @@ _TRANSLATE: dict[str, Callable[[Any], Any]] = {
     "messages": _objects,
     "tools": _objects,
     "response_format": dict,
+    "chat_template_kwargs": dict,
     "metadata": dict,
     "stop": lambda stops: [stops] if isinstance(stops, str) else list(stops),
 }

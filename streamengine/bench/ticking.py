@@ -65,7 +65,7 @@ class Words:
     def token_bytes(self, token: int) -> bytes:
         return WORDS[token]
 
-    def chat(self, messages: Any, tools: Any = ()) -> list[int]:
+    def chat(self, messages: Any, tools: Any = (), options: Any = ()) -> list[int]:
         return [0] * len(messages)
 
     def calls(self) -> CallFormat:

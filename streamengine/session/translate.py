@@ -51,6 +51,7 @@ def to_generate(message: wire.Generate, model: str) -> Generate:
         tools=_or_none(message.tools),
         tool_choice=_or_none(message.tool_choice),
         parallel_tool_calls=_or_none(message.parallel_tool_calls),
+        chat_template_kwargs=_or_none(message.chat_template_kwargs),
         continues=None if message.continues is UNSET else tuple(message.continues),
     )
 

@@ -174,9 +174,12 @@ def test_a_schema_is_sent_as_it_was_when_it_was_given() -> None:
 
 async def test_tools_go_out_and_their_calls_come_back(server: ScriptedServer, client: AsyncClient) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
-    async with client, client.stream("sun?", tools=tools, tool_choice="auto") as stream:
+    options = {"enable_thinking": False}
+    more: Any = {"tools": tools, "tool_choice": "auto", "chat_template_kwargs": options}
+    async with client, client.stream("sun?", **more) as stream:
         answer = (await (await server.peer()).request()).accept()
         assert (answer.request.tools, answer.request.tool_choice) == (tools, "auto")
+        assert answer.request.chat_template_kwargs == options
         call = wire.Call(index=0, id="c0", name="weather")
         answer.delta('{"city":"Rome"}', channel="tool", call=call)
         answer.done("tool_calls")

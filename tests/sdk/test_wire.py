@@ -56,6 +56,7 @@ CLIENT_MESSAGES: list[wire.ClientMessage] = [
         close_document=True,
         tools=[],
         tool_choice="none",
+        chat_template_kwargs={"enable_thinking": False},
         priority=1,
         timeouts=wire.Timeouts(queue_s=1.5, total_s=60),
         metadata={"user": "me"},

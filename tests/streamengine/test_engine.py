@@ -198,6 +198,16 @@ async def test_a_prompt_of_ids_and_a_chat_reach_the_core_as_they_are() -> None:
         assert list((await engine.generate(messages=long, sampling=GREEDY)).token_ids) == oracle(prompt, 20)
 
 
+async def test_what_a_template_looks_at_goes_with_messages_and_nothing_else() -> None:
+    options = {"enable_thinking": False}
+    messages = [{"role": "user", "content": "hi"}]
+    async with opened() as (engine, _):
+        chat = await engine.generate(messages=messages, chat_template_kwargs=options, sampling=GREEDY)
+        assert list(chat.token_ids) == oracle(ByteTokenizer().chat(messages, options=options), 20)
+        with pytest.raises(InvalidRequest, match="need messages"):
+            await engine.generate("hi", chat_template_kwargs=options, sampling=GREEDY)
+
+
 async def test_the_token_that_ends_an_answer_is_counted_and_has_no_text() -> None:
     async with opened(roomy(answer=answers("q", "done"))) as (engine, _):
         result = await engine.generate("q", sampling=GREEDY)

@@ -240,6 +240,15 @@ def test_extensions_reach_the_engine(client: openai.OpenAI) -> None:
     assert str(ord("u")) in scores[1]
 
 
+@pytest.mark.parametrize("length", [0, 30])
+def test_options_of_the_template_are_a_part_of_the_prompt(client: openai.OpenAI, length: int) -> None:
+    extra = {"chat_template_kwargs": {"style": "x" * length}} if length else {}
+    usage = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=1, extra_body=extra).usage
+    assert usage is not None
+    told: Any = client.post("/tokenize", body={"messages": HELLO, **extra}, cast_to=object)
+    assert usage.prompt_tokens == told["count"] == 24 + (length and len("style=") + length + 1)
+
+
 def test_a_prompt_that_was_computed_before_is_counted_as_cached(client: openai.OpenAI) -> None:
     def cached() -> int | None:
         usage = client.completions.create(model="fake", prompt="x" * 64, max_tokens=1).usage

@@ -275,13 +275,35 @@ def test_a_malformed_message_is_refused_by_its_place(messages: Any, param: str) 
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
-        ({"role": "user", "content": "a", "name": "bob"}, "messages[0].name"),
+        ({"role": "user", "content": "a", "weight": 1}, "messages[0].weight"),
     ],
 )
 def test_what_is_no_text_is_refused_by_its_place(message: Any, param: str) -> None:
     with pytest.raises(UnsupportedFeature) as error:
         read_messages([message])
     assert error.value.param == param
+
+
+def test_a_template_may_name_who_speaks(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }} {% endfor %}"
+    tokenizer = load_tokenizer(make_folder(tmp_path, None, chat_template=template))
+    messages = [{"role": "user", "content": "hi", "name": "bob"}, {"role": "user", "content": "ho"}]
+    assert rendered(tokenizer, read_messages(messages)) == "bob: hi user: ho "
+
+
+def test_a_template_may_look_at_more_than_messages(tmp_path: Path) -> None:
+    template = "{{ 'thinking' if enable_thinking is not defined or enable_thinking else 'quick' }}"
+    tokenizer = load_tokenizer(make_folder(tmp_path, None, chat_template=template))
+    said = [tokenizer.decode(tokenizer.chat(USER, options=options)) for options in ({}, {"enable_thinking": False})]
+    assert said == ["thinking", "quick"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "_turn"])
+def test_what_the_engine_tells_a_template_is_not_the_clients_to_set(tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(make_folder(tmp_path))
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs cannot set {name}$") as error:
+        tokenizer.chat(USER, options={name: "x"})
+    assert error.value.param == "chat_template_kwargs"
 
 
 def test_half_a_surrogate_pair_is_no_text() -> None:

@@ -83,6 +83,7 @@ class Generate(_Client, frozen=True, tag="generate"):
     response_format: dict[str, Any] | UnsetType = UNSET
     close_document: bool | UnsetType = UNSET
     tools: list[Any] | UnsetType = UNSET
+    chat_template_kwargs: dict[str, Any] | UnsetType = UNSET
     tool_choice: Any = UNSET
     parallel_tool_calls: bool | UnsetType = UNSET
     priority: int | UnsetType = UNSET

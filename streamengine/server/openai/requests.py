@@ -76,6 +76,7 @@ class ChatRequest(Body, frozen=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Taken if they ask for what happens anyway.
     functions: Any = None
     function_call: Any = None
@@ -101,6 +102,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 

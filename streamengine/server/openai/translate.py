@@ -103,7 +103,10 @@ def chat_generate(body: ChatRequest) -> Generate:
     tools = {}
     if body.tools or body.tool_choice not in (None, "none", "auto"):
         tools = {name: getattr(body, name) for name in ("tools", "tool_choice", "parallel_tool_calls")}
-    return Generate(messages=tuple(body.messages), sampling=sampling, **_common(body), **tools)
+    options = body.chat_template_kwargs
+    return Generate(
+        messages=tuple(body.messages), sampling=sampling, chat_template_kwargs=options, **_common(body), **tools
+    )
 
 
 def completion_generates(body: CompletionRequest) -> list[Generate]:
@@ -130,12 +133,14 @@ def tokenizing(body: TokenizeRequest, tokenizer: Tokenizer) -> Callable[[], list
     _check_neutral(body)
     if body.prompt is not None:
         prompt = check_text(body.prompt, "prompt")
+        if body.chat_template_kwargs:
+            raise InvalidRequest("chat_template_kwargs need messages", param="chat_template_kwargs")
         return partial(tokenizer.encode if body.add_special_tokens in (None, True) else tokenizer.encode_part, prompt)
     if body.add_special_tokens:
         raise UnsupportedFeature("add_special_tokens: the template writes them", param="add_special_tokens")
     messages = read_messages(body.messages)
     _check_roles(messages)
-    return partial(tokenizer.chat, messages)
+    return partial(tokenizer.chat, messages, options=body.chat_template_kwargs or {})
 
 
 def _check_roles(messages: Sequence[Any]) -> None:
