@@ -265,7 +265,9 @@ def run(fleet: Fleet, config: EngineConfig, server: ServerConfig, *, ready: Call
         StartupError: the cluster is of another version, or a replica cannot start.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        # Without an address Ray would join whatever cluster was last started on this machine.
+        address = os.environ.get("RAY_ADDRESS", "local")
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         try:
             application = build(fleet, config, server, folder)
             options = {"host": server.host, "port": server.port, "request_timeout_s": None}
