@@ -51,23 +51,18 @@ async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str
     async with compose.open_engine(config, process=PROCESSES, progress=report) as engine:
         alone = {length: await _ask(engine, length) for length in LENGTHS}
         kv = engine.kv
-    copied = _copy_bytes_per_s(kv.page_bytes)
     transports: list[Transport] = ["shared_memory"]
     if importlib.util.find_spec("nixl"):
         transports.append("nixl")
     rows = []
     for transport in transports:
         for row in await _split(config, transport, report, alone):
-            row |= {
-                "copy_ratio": row["bytes_per_s"] / copied,
-                "moved_of_prefill": row["moved_ms"] / row["alone_ttft_ms"],
-            }
             rows.append(row)
             show(_line(row))
     cores = usable_cores()
     show(f"split     two engines on {cores} cores share what one would have alone: these are costs, not gains")
     token_bytes = kv.page_bytes / kv.page_size
-    return {"cores": cores, "bytes_per_token": token_bytes, "copy_bytes_per_s": copied, "rows": rows}
+    return {"cores": cores, "bytes_per_token": token_bytes, "rows": rows}
 
 
 async def _split(
@@ -101,6 +96,7 @@ async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: lis
     before = await p.statistics() | await _moved(d)
     found = await _ask(d, length)
     after = await p.statistics() | await _moved(d)
+    copy_s = _copy_s(int(after["remote_bytes"] - before["remote_bytes"]) // len(found))
     if not all(result.timing.remote_prefill == "done" for result in found):
         raise EngineFailure(f"a prompt of {length} tokens was not computed by the other engine")
     ttft = _ttft_ms(found)
@@ -118,6 +114,8 @@ async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: lis
         "bytes": moved / len(found),
         "bytes_per_s": moved / read_s,
         "moved_ms": 1000 * read_s / len(found),
+        "copy_ratio": copy_s * len(found) / read_s,
+        "moved_of_prefill": 1000 * read_s / len(found) / _ttft_ms(alone),
         "equal": [result.token_ids for result in found] == [result.token_ids for result in alone],
     }
 
@@ -147,18 +145,15 @@ def _longest_gap_ms(results: list[Result]) -> float:
     return statistics.median(result.timing.itl_max_ms or 0.0 for result in results)
 
 
-def _copy_bytes_per_s(page_bytes: int) -> float:
-    """Of one thread that copies scattered pages, the second time."""
-    pages = max(2, 64 * 2**20 // max(page_bytes, 1))
-    theirs, ours = np.ones((pages, page_bytes), np.uint8), np.zeros((pages, page_bytes), np.uint8)
-    order = np.random.default_rng(0).permutation(pages)
-    seconds = 0.0
-    for _ in range(2):
+def _copy_s(size: int) -> float:
+    """Seconds in which one thread copies so many bytes, which it has touched before: the median of `REPEATS`."""
+    theirs, ours = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    seconds = []
+    for _ in range(REPEATS):
         began = time.perf_counter()
-        for source, target in enumerate(order):
-            ours[target] = theirs[source]
-        seconds = time.perf_counter() - began
-    return ours.nbytes / seconds
+        np.copyto(ours, theirs)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _line(row: dict[str, Any]) -> str:
