@@ -267,7 +267,7 @@ def delta_of(
         queued_s=queued_s,
         finish=finish,
         index=sequence.index,
-        cached=min(cached, len(request.prompt)),
+        cached=cached,
         logprobs=logprobs,
         prompt_logprobs=scores,
         forced=forced,

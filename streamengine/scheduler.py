@@ -251,7 +251,8 @@ class Scheduler:
                 break
             self._books.admit(found, self._steps + 1)
             if sequence.preemptions == 0 and not sequence.begun:
-                sequence.queued_s, sequence.cached = now - sequence.arrival, sequence.computed
+                sequence.queued_s = now - sequence.arrival
+                sequence.cached = min(sequence.computed, len(sequence.request.prompt))
                 self._counts["prompt_tokens"] += len(sequence.tokens)
                 self._waiting.serve(sequence.request.tenant, len(sequence.tokens) - sequence.computed, 0)
             plan.add(sequence, sequence.computed + size, page_size)

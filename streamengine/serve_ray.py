@@ -29,6 +29,7 @@ from streamengine.config import EngineConfig, ServerConfig, TransferConfig
 from streamengine.engine import Engine
 from streamengine.errors import EngineFailure, StartupError, UnsupportedFeature
 from streamengine.scaling import Fleet, Load, wanted_replicas
+from streamengine.server.access import is_loopback
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
 from streamengine.server.service import Service
@@ -43,9 +44,14 @@ LOOK_S = 0.25
 GRACE_S = 15.0
 """Beyond the drain: for clients to read the rest, and for the core to end."""
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 PREFIX = "streamengine-"
 """Of a folder that is this user's alone."""
+
+RAYS_OWN = ("tls_cert", "tls_key", "max_header_bytes", "log_level", "log_format")
+"""What its proxies and its logs do, and a replica cannot."""
 
 OpenEngine = Callable[[EngineConfig], AbstractAsyncContextManager[Engine]]
 
@@ -78,9 +84,12 @@ def build(fleet: Fleet, config: EngineConfig, server: ServerConfig, folder: str 
 
     Raises:
         StartupError: this was not written for the version of Ray.
-        UnsupportedFeature: prefill replicas in a cluster of several machines.
+        UnsupportedFeature: prefill replicas in a cluster of several machines; what is Ray's own.
     """
     check_version(ray.__version__)
+    for field in msgspec.structs.fields(ServerConfig):
+        if field.name in RAYS_OWN and getattr(server, field.name) != field.default:
+            raise UnsupportedFeature(f"{field.name} is for a server by itself: Ray has its own", param=field.name)
     scale: dict[str, Any] = {"num_replicas": fleet.replicas}
     if fleet.max_replicas not in (None, fleet.replicas):
         scale = {
@@ -114,7 +123,8 @@ def build(fleet: Fleet, config: EngineConfig, server: ServerConfig, folder: str 
         **common,
         **scale,
     )
-    return deployment(Replica).bind(msgspec.to_builtins(config), given, fleet.engine, *prefill)
+    keys = os.environ.get(ENVIRONMENT, "")  # a replica's environment is that of its node, where there may be none
+    return deployment(Replica).bind(msgspec.to_builtins(config), given, keys, fleet.engine, *prefill)
 
 
 def _apart(config: EngineConfig, fleet: Fleet, folder: str) -> tuple[EngineConfig, EngineConfig]:
@@ -162,13 +172,13 @@ class Replica:
     """One server. Ray makes it, from configs as plain values, and calls its methods by their names."""
 
     def __init__(
-        self, config: dict[str, Any], server: dict[str, Any], open_engine: str, prefill: object = None
+        self, config: dict[str, Any], server: dict[str, Any], keys: str, open_engine: str, prefill: object = None
     ) -> None:
         """``prefill`` are replicas that Ray is to start before this one."""
         self._config = msgspec.convert(config, EngineConfig)
         server_config = msgspec.convert(server, ServerConfig)
         self._open: OpenEngine = _imported(open_engine)
-        self._service = Service(server_config, Keys(server_config, os.environ.get(ENVIRONMENT, "")))
+        self._service = Service(server_config, Keys(server_config, keys))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         serve_connection = create_app(self._service)
@@ -265,12 +275,15 @@ def run(fleet: Fleet, config: EngineConfig, server: ServerConfig, *, ready: Call
         StartupError: the cluster is of another version, or a replica cannot start.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-        ray.init(logging_level=logging.WARNING, log_to_driver=False)
+        # Without an address Ray would join whatever cluster was last started on this machine.
+        address = os.environ.get("RAY_ADDRESS", "local")
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         try:
             application = build(fleet, config, server, folder)
             options = {"host": server.host, "port": server.port, "request_timeout_s": None}
             serve.start(proxy_location="EveryNode", http_options=options)
             serve.run(application, name=NAME, route_prefix="/")
+            _warn_of_strangers(server)
             ready(f"http://{server.host}:{server.port}")
             anyio.run(_until_signal)
         except RuntimeError as error:
@@ -278,6 +291,13 @@ def run(fleet: Fleet, config: EngineConfig, server: ServerConfig, *, ready: Call
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def _warn_of_strangers(server: ServerConfig) -> None:
+    everywhere = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"  # it knows no other address
+    if (everywhere or not is_loopback(server.host)) and not Keys(server, os.environ.get(ENVIRONMENT, "")).needed:
+        where = "any address of this machine" if everywhere else server.host
+        logger.warning("anybody who reaches %s may use this fleet: there are no API keys", where)
 
 
 async def _until_signal() -> None:

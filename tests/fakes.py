@@ -10,7 +10,6 @@ runs in a child process that is meant to be killed.
 import fcntl
 import mmap
 import os
-import struct
 import threading
 import weakref
 from collections import deque
@@ -32,7 +31,6 @@ VOCAB_SIZE = 258
 WAIT_S = 30.0
 """Nothing in a test may block for longer."""
 
-_CELL = struct.Struct("qq")
 GREEDY = Sampling()
 CELL_BYTES = 16
 """A token and its position, which is -1 where nothing was written."""
@@ -220,6 +218,7 @@ class FakeRunner:
             weakref.finalize(self, os.close, self._descriptor)
             self._bytes = memoryview(mmap.mmap(self._descriptor, size))
         self._bytes[:] = b"\xff" * size
+        self._cells = self._bytes.cast("q")
         self._queue: deque[FakeHandle | tuple[int, ...]] = deque()
         self._sampled: dict[tuple[int, int], int] = {}
         self._faults: deque[tuple[str, Exception]] = deque()
@@ -364,14 +363,16 @@ class FakeRunner:
         if row.pending:
             tokens = (*tokens[:-1], self._sampled.get((row.request, row.index), 0))
         for position, token in enumerate(tokens, row.start):
-            self._cell(row, position)[:] = _CELL.pack(token, position)
+            cell = self._cell(row, position)
+            self._cells[cell], self._cells[cell + 1] = token, position
         context: list[int] = []
         first = 0 if self.kv.window is None else max(0, row.start - self.kv.window + 1)
         for position in range(row.start + len(tokens)):
             if position < first:
                 context.append(FORGOTTEN)
                 continue
-            token, written_at = _CELL.unpack(self._cell(row, position))
+            cell = self._cell(row, position)
+            token, written_at = self._cells[cell], self._cells[cell + 1]
             assert written_at >= 0, f"request {row.request} reads position {position}, which was never written"
             assert written_at == position, f"request {row.request} reads {written_at} where {position} belongs"
             context.append(token)
@@ -383,9 +384,10 @@ class FakeRunner:
     def _page(self, page: int) -> memoryview:
         return self._bytes[page * self.kv.page_bytes :][: self.kv.page_bytes]
 
-    def _cell(self, row: Row, position: int) -> memoryview:
-        page, place = divmod(self._slot(row, position), self.kv.page_size)
-        return self._page(page)[place * CELL_BYTES :][:CELL_BYTES]
+    def _cell(self, row: Row, position: int) -> int:
+        """Where the token is in `_cells`; its position is behind it."""
+        size = self.kv.page_size
+        return row.pages[position // size] * self.kv.page_bytes // 8 + position % size * CELL_BYTES // 8
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.kv.page_size

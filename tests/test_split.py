@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,11 +18,13 @@ import pytest
 
 from streamengine_sdk import AsyncClient
 from tests.test_system import Command, pytestmark, serve
+from tests.transfer_hosts import no_namespaces
 from tests.transfers import NIXL, no_nixl
 
 assert pytestmark  # the same model, and the same reason to skip
 pytestmark = [*pytestmark, pytest.mark.slow]
 
+ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ("--dtype", "float32", "--threads", "1", "--kv-pages", "600", "--max-model-len", "2048", "--debug")
 LENGTHS = (5, 15, 16, 17, 33, 100, 127, 128, 129, 300, 511, 512, 513, 700, 1000, 1500)
 TOKENS = 16
@@ -64,8 +68,8 @@ def ask_all(url: str) -> list[tuple[tuple[int, ...], str | None]]:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Command]:
-    command = serve(*ENGINE, *options)
+def serving(*options: str, prefix: tuple[str, ...] = ()) -> Iterator[Command]:
+    command = serve(*ENGINE, *options, prefix=prefix)
     with command.process:
         try:
             yield command
@@ -74,7 +78,7 @@ def serving(*options: str) -> Iterator[Command]:
                 command.process.send_signal(signal.SIGTERM)
                 try:
                     command.process.wait(60)
-                except TimeoutError:
+                except subprocess.TimeoutExpired:
                     command.process.kill()
 
 
@@ -131,6 +135,19 @@ def test_answers_are_token_by_token_those_of_one_engine_alone(
         assert ways.count("done") >= len(LENGTHS) - 1, f"{ways}"
         eventually(d, transfer_pages=0, remote_zombies=0, remote_waiting=0)
         eventually(p, transfer_pages=0)
+
+
+def test_they_are_when_the_prefill_engine_is_another_host_that_only_tcp_reaches(
+    tmp_path: Path, alone: list[tuple[int, ...]]
+) -> None:
+    if reason := no_nixl() or no_namespaces():
+        pytest.skip(reason)
+    expected = tmp_path / "alone.json"
+    expected.write_text(json.dumps(alone))
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'sdk'}:{NIXL}"}
+    command = ["unshare", "-n", "-m", sys.executable, "-m", "tests.split_hosts", str(expected)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=550, env=env, cwd=ROOT)
+    assert ran.returncode == 0 and ran.stdout.endswith("ok\n"), ran.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -49,9 +49,9 @@ class Command:
         return core
 
 
-def serve(*options: str) -> Command:
-    """Start the command and wait until it says its address."""
-    arguments = [sys.executable, "-m", "streamengine", "serve", "--port", "0", *options]
+def serve(*options: str, prefix: tuple[str, ...] = ()) -> Command:
+    """Start the command, behind ``prefix``, and wait until it says its address."""
+    arguments = [*prefix, sys.executable, "-m", "streamengine", "serve", "--port", "0", *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
     command = Command(process)

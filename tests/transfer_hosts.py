@@ -31,13 +31,22 @@ def cable(state: str) -> None:
     ip("link", "set", "d0", state)
 
 
+def no_namespaces() -> str | None:
+    """Why there can be no hosts here."""
+    try:
+        made = subprocess.run(
+            ["unshare", "-n", "-m", "ip", "link", "add", "a0", "type", "veth", "peer", "name", "b0"],
+            capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except OSError as error:
+        return str(error)
+    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else None
+
+
 @contextmanager
-def other_host() -> Iterator[subprocess.Popen[str]]:
-    """Its engine, once a line was written to it: before, there is no cable yet."""
-    what = ("nixl", "0.0.0.0:7701", "1", "P-1", str(PAGES), str(PAGE_BYTES))
-    script = (
-        f"{SEE}; read line; export UCX_NET_DEVICES=p0; exec {sys.executable} -m tests.transfer_peer {' '.join(what)}"
-    )
+def other_host(command: str) -> Iterator[subprocess.Popen[str]]:
+    """It runs ``command``, which says a line, once a line was written to it: before, there is no cable yet."""
+    script = f"{SEE}; read line; export UCX_NET_DEVICES=p0; {command}"
     process = subprocess.Popen(
         ["unshare", "-n", "-m", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -103,7 +112,9 @@ def main() -> None:
     case = {"whole": whole, "cut": cut}[sys.argv[1]]
     os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "d0"}
     with ExitStack() as stack:
-        connect_hosts(stack.enter_context(other_host()))
+        what = ("nixl", "0.0.0.0:7701", "1", "P-1", str(PAGES), str(PAGE_BYTES))
+        command = f"exec {sys.executable} -m tests.transfer_peer {' '.join(what)}"
+        connect_hosts(stack.enter_context(other_host(command)))
         theirs, ours = stack.enter_context(memories(PAGES, PAGE_BYTES))
         d = stack.enter_context(core(make_transport("nixl"), ours, "D", peers=[ADDRESS]))
         d.connected()

@@ -49,25 +49,20 @@ def measure(config: EngineConfig, report: Report, show: Show) -> dict[str, Any]:
 
 async def _measure(config: EngineConfig, report: Report, show: Show) -> dict[str, Any]:
     async with compose.open_engine(config, process=PROCESSES, progress=report) as engine:
-        alone = {length: await _ask(engine, length) for length in LENGTHS}
+        alone = {length: [await _answer(engine, ids) for ids in _prompts(engine, length)] for length in LENGTHS}
         kv = engine.kv
-    copied = _copy_bytes_per_s(kv.page_bytes)
     transports: list[Transport] = ["shared_memory"]
     if importlib.util.find_spec("nixl"):
         transports.append("nixl")
     rows = []
     for transport in transports:
         for row in await _split(config, transport, report, alone):
-            row |= {
-                "copy_ratio": row["bytes_per_s"] / copied,
-                "moved_of_prefill": row["moved_ms"] / row["alone_ttft_ms"],
-            }
             rows.append(row)
             show(_line(row))
     cores = usable_cores()
     show(f"split     two engines on {cores} cores share what one would have alone: these are costs, not gains")
     token_bytes = kv.page_bytes / kv.page_size
-    return {"cores": cores, "bytes_per_token": token_bytes, "copy_bytes_per_s": copied, "rows": rows}
+    return {"cores": cores, "bytes_per_token": token_bytes, "rows": rows}
 
 
 async def _split(
@@ -97,27 +92,32 @@ async def _met(engine: Engine) -> None:
 
 
 async def _compare(p: Engine, d: Engine, transport: str, length: int, alone: list[Result]) -> dict[str, Any]:
-    await _ask(d, length, 1)  # the first one makes connections
-    before = await p.statistics() | await _moved(d)
-    found = await _ask(d, length)
-    after = await p.statistics() | await _moved(d)
+    await _answer(d, _prompts(d, length)[0])  # the first one of a transport is slower
+    before = await _moved(d)
+    found, waits = [], []
+    for ids in _prompts(d, length):
+        computed = (await p.statistics())["step_s_sum"]
+        found.append(await _answer(d, ids))
+        steps_s = (await p.statistics())["step_s_sum"] - computed
+        waits.append((found[-1].timing.ttft_ms or 0.0) - 1000 * steps_s)
+    after = await _moved(d)
+    copy_s = _copy_s(int(after["remote_bytes"] - before["remote_bytes"]) // len(found))
     if not all(result.timing.remote_prefill == "done" for result in found):
         raise EngineFailure(f"a prompt of {length} tokens was not computed by the other engine")
-    ttft = _ttft_ms(found)
-    steps_s, read_s, moved = (after[name] - before[name] for name in ("step_s_sum", *MOVED))
-    steps_ms = 1000 * steps_s / len(found)
+    read_s, moved = (after[name] - before[name] for name in MOVED)
     return {
         "transport": transport,
         "prompt_tokens": length,
         "alone_ttft_ms": _ttft_ms(alone),
-        "ttft_ms": ttft,
-        "prefill_steps_ms": steps_ms,
-        "first_token_ms": max(0.0, ttft - steps_ms),
+        "ttft_ms": _ttft_ms(found),
+        "first_token_ms": statistics.median(waits),
         "alone_longest_gap_ms": _longest_gap_ms(alone),
         "longest_gap_ms": _longest_gap_ms(found),
         "bytes": moved / len(found),
         "bytes_per_s": moved / read_s,
         "moved_ms": 1000 * read_s / len(found),
+        "copy_ratio": copy_s * len(found) / read_s,
+        "moved_of_prefill": 1000 * read_s / len(found) / _ttft_ms(alone),
         "equal": [result.token_ids for result in found] == [result.token_ids for result in alone],
     }
 
@@ -127,15 +127,15 @@ async def _moved(d: Engine) -> dict[str, float]:
     return {name: found[name] for name in MOVED}
 
 
-async def _ask(engine: Engine, length: int, times: int | None = None) -> list[Result]:
-    """Greedy answers to prompts that are the same in every engine."""
+def _prompts(engine: Engine, length: int) -> list[tuple[int, ...]]:
+    """The same in every engine."""
     draw = np.random.default_rng(length)
+    return [tuple(draw.integers(0, engine.model.vocab_size, length).tolist()) for _ in range(REPEATS)]
+
+
+async def _answer(engine: Engine, ids: tuple[int, ...]) -> Result:
     sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
-    results = []
-    for _ in range(times or REPEATS):
-        ids = tuple(draw.integers(0, engine.model.vocab_size, length).tolist())
-        results.append(await engine.generate(token_ids=ids, sampling=sampling))
-    return results
+    return await engine.generate(token_ids=ids, sampling=sampling)
 
 
 def _ttft_ms(results: list[Result]) -> float:
@@ -147,18 +147,15 @@ def _longest_gap_ms(results: list[Result]) -> float:
     return statistics.median(result.timing.itl_max_ms or 0.0 for result in results)
 
 
-def _copy_bytes_per_s(page_bytes: int) -> float:
-    """Of one thread that copies scattered pages, the second time."""
-    pages = max(2, 64 * 2**20 // max(page_bytes, 1))
-    theirs, ours = np.ones((pages, page_bytes), np.uint8), np.zeros((pages, page_bytes), np.uint8)
-    order = np.random.default_rng(0).permutation(pages)
-    seconds = 0.0
-    for _ in range(2):
+def _copy_s(size: int) -> float:
+    """Seconds in which one thread copies so many bytes, which it has touched before: the median of `REPEATS`."""
+    theirs, ours = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    seconds = []
+    for _ in range(REPEATS):
         began = time.perf_counter()
-        for source, target in enumerate(order):
-            ours[target] = theirs[source]
-        seconds = time.perf_counter() - began
-    return ours.nbytes / seconds
+        np.copyto(ours, theirs)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _line(row: dict[str, Any]) -> str:

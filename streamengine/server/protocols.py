@@ -199,12 +199,13 @@ class StreamProtocol(WebSocketsSansIOProtocol):
 
 class ForeignProtocol:
     """Stands for the protocol class of a server that is not ours, as behind Ray: it does not tell how full its buffers
-    are, so a slow client is held back by its window alone."""
+    are, so a slow client is held back by its window alone, nor bound messages to ``max_bytes``."""
 
     close_sent = False
     close_code = 1006
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.writable = asyncio.Event()
         self.writable.set()
 

@@ -47,7 +47,12 @@ class WebSocketTransport:
         if message["type"] == "websocket.disconnect":
             raise TransportClosed(message["code"])
         text = message.get("text")
-        return message["bytes"] if text is None else text
+        if text is None:
+            return message["bytes"]
+        if isinstance(self._protocol, ForeignProtocol) and len(text.encode()) > self._protocol.max_bytes:
+            await self.close(1009, "message too big")
+            raise TransportClosed(1009)
+        return text
 
     async def close(self, code: int, reason: str) -> None:
         await self._give({"type": "websocket.close", "code": code, "reason": reason})
@@ -86,7 +91,7 @@ class StreamEndpoint:
             return
         known = principal if isinstance(principal, Principal) else None
         with service.connection(known) as seat:
-            protocol = scope.get("state", {}).get("protocol") or ForeignProtocol()
+            protocol = scope.get("state", {}).get("protocol") or ForeignProtocol(self._service.config.max_message_bytes)
             transport = WebSocketTransport(receive, send, protocol)
             await receive()
             await send({"type": "websocket.accept", "subprotocol": wire.PROTOCOL if offered else None})

@@ -66,7 +66,7 @@ def fleet() -> Iterator[Fleet]:
     import ray
     from ray import serve
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         options = {"host": "127.0.0.1", "port": PORT, "request_timeout_s": None}
         serve.start(proxy_location="HeadOnly", http_options=options)

@@ -13,9 +13,11 @@ from typing import Any
 
 import anyio
 import pytest
+from websockets.exceptions import ConnectionClosedError
+from websockets.sync.client import connect
 
-from streamengine.errors import StartupError
-from streamengine_sdk import AsyncClient, Backoff, Result
+from streamengine.errors import StartupError, UnsupportedFeature
+from streamengine_sdk import AsyncClient, Backoff, InvalidRequest, Result
 from streamengine_sdk.events import Delta
 from tests.fakes import oracle
 from tests.fleet.conftest import DRAIN_S, Fleet
@@ -174,6 +176,28 @@ def test_what_cannot_be_deployed_is_refused_by_name(given: Any, what: str) -> No
 
     with pytest.raises(StartupError, match=what):
         app(given)
+
+
+@pytest.mark.parametrize("given", [{"tls_cert": "a", "tls_key": "b"}, {"log_format": "json"}])
+def test_what_ray_does_itself_is_refused_by_name(given: Any) -> None:
+    from streamengine.serve_ray import app
+
+    with pytest.raises(UnsupportedFeature, match=f"{min(given)} is for a server by itself"):
+        app(given)
+
+
+@pytest.mark.anyio
+async def test_too_large_a_message_ends_the_connection(fleet: Fleet) -> None:
+    fleet.deploy(1, max_message_bytes=5000)
+    async with AsyncClient(fleet.url, reconnect=None) as client:
+        assert (await client.generate("x", temperature=0, max_tokens=3)).text == expected("x", 3)
+        with pytest.raises(InvalidRequest, match="at most 5000"):  # by the client, which was told the limit
+            await client.generate("x" * 6000)
+    with connect(f"ws{fleet.url.removeprefix('http')}/v1/stream") as socket:
+        socket.send(json.dumps({"type": "ping", "x_": "y" * 6000}))
+        with pytest.raises(ConnectionClosedError, match="1009"):
+            while True:
+                socket.recv(20)
 
 
 def test_a_fleet_behind_rays_own_proxy_serves_and_ends_on_a_signal() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -88,6 +89,9 @@ def main() -> None:
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["RAY_ADDRESS"] = f"{HEAD}:6379"
     with ExitStack() as stack:
+        # Ray notes there which cluster was started last, for whoever starts next.
+        folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+        os.environ["RAY_TMPDIR"] = stack.enter_context(folder)
         holder = subprocess.Popen(["unshare", "-n", "sleep", "300"])
         stack.callback(holder.kill)
         while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net"):

@@ -7,21 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.transfer_hosts import no_namespaces
 from tests.transfers import NIXL, no_nixl
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def no_namespaces() -> str | None:
-    """Why there can be no hosts here."""
-    try:
-        made = subprocess.run(
-            ["unshare", "-n", "-m", "ip", "link", "add", "a0", "type", "veth", "peer", "name", "b0"],
-            capture_output=True, text=True, timeout=10,
-        )  # fmt: skip
-    except OSError as error:
-        return str(error)
-    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else None
 
 
 @pytest.mark.slow
