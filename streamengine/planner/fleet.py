@@ -222,9 +222,10 @@ class Fleet:
         for other in self._decodes if place.prefill else self._prefills:
             if other.engine is None:
                 continue
-            to, peer = (other.place, place) if place.prefill else (place, other.place)
+            prefill, decode = (place, other.place) if place.prefill else (other.place, place)
             at = self._now + (plan.latency_s if place.prefill else 0.0)
-            self._push(at, Delivery(at, to, Connected(peer.peer, peer.card(plan.kv))))
+            self._push(at, Delivery(at, decode, Connected(prefill.peer, prefill.card(plan.kv))))
+            self._push(at, Delivery(at, prefill, Connected(decode.peer, decode.card(plan.kv), dialed=False)))
 
     def _config(self, prefill: bool) -> EngineConfig:
         plan = self._plan

@@ -31,6 +31,7 @@ from streamengine.request import QUEUE_TIMEOUT, Delta, Finish, Sequence
 from streamengine.transfer.choose import Threshold, choose, key_of
 from streamengine.transfer.remote import Phase, Remote, ends, prompt_of, read_of, wrong_in
 from streamengine.transfer.values import (
+    Busy,
     Card,
     Connected,
     Failed,
@@ -91,6 +92,7 @@ class Decode:
         self._deadline_s = deadline_s
         self._on_failure = on_failure
         self._peers: dict[str, Card] = {}
+        self._busy: dict[str, int] = {}
         self._remotes: dict[str, Remote] = {}
         self._by_request: dict[int, Remote] = {}
         self._rooms: deque[Remote] = deque()
@@ -124,11 +126,7 @@ class Decode:
         if -(-len(request.prompt) // self._page_size) > self._room:
             self._counts["too_long"] += 1
             return False
-        loads = dict.fromkeys(self._peers, 0)
-        for remote in self._remotes.values():
-            if remote.peer in loads:
-                loads[remote.peer] += 1
-        peer = choose(key_of(request.tenant, request.prompt, self._page_size), loads)
+        peer = choose(key_of(request.tenant, request.prompt, self._page_size), self._loads())
         if peer is None:
             return self._give_up(sequence, "no_peer", "no engine for prefills is connected", failure=True)
         self._transfers += 1
@@ -197,6 +195,8 @@ class Decode:
                 remote = self._remotes.get(transfer)
                 if remote is not None and remote.peer == peer:
                     self._fall_back(remote, "refused", f"{peer}: {message}", failure=code != Overloaded.code)
+            case Received(peer, Busy(waiting)):
+                self._busy[peer] = waiting
             case Received(peer, Held(transfers, sent)):
                 self._hear(peer, set(transfers), sent)
             case Landed(transfer, seconds):
@@ -234,8 +234,17 @@ class Decode:
 
     # inside
 
+    def _loads(self) -> dict[str, int]:
+        """Prompts under way at each peer: ours, or as many as it has told of."""
+        loads = dict.fromkeys(self._peers, 0)
+        for remote in self._remotes.values():
+            if remote.peer in loads:
+                loads[remote.peer] += 1
+        return {peer: max(load, self._busy.get(peer, 0)) for peer, load in loads.items()}
+
     def _lose(self, peer: str, why: str, mismatch: bool) -> None:
         self._counts["mismatches"] += mismatch
+        self._busy.pop(peer, None)
         if self._peers.pop(peer, None) is None and not mismatch:
             _logger.warning("no prefills by %s: %s", peer, why)
         else:

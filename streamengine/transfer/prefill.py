@@ -18,6 +18,8 @@ from streamengine.errors import InvalidRequest, Overloaded, QueueTimeout
 from streamengine.landing import Landing
 from streamengine.request import Delta, Request
 from streamengine.transfer.values import (
+    Busy,
+    Connected,
     Handle,
     Heartbeat,
     Held,
@@ -89,6 +91,9 @@ class Prefills:
         self._queue: deque[_Prompt] = deque()
         self._lent = 0
         """Of the room, by prompts from their start until they are forgotten."""
+        self._peers: set[str] = set()
+        self._said = 0
+        """What peers know of how busy this engine is."""
         self._orders: list[Order] = []
         self._aborts: list[int] = []
         self._counts: Counter[str] = Counter()
@@ -98,6 +103,10 @@ class Prefills:
 
     def on_report(self, report: Report, now: float) -> None:
         match report:
+            case Connected(peer, dialed=False):
+                self._peers.add(peer)
+                if self._said:
+                    self._orders.append(Send(peer, Busy(self._said)))
             case Received(peer, Prefill() as prefill):
                 self._receive(peer, prefill, now)
             case Received(peer, Heartbeat(transfers, sent)):
@@ -109,6 +118,7 @@ class Prefills:
                 if released := self._prompts.get(transfer):
                     self._give_up(released)
             case Lost(peer, why, mismatch):
+                self._peers.discard(peer)
                 if mismatch:
                     self._counts["mismatches"] += 1
                     _logger.error("prefills for %s are refused: %s", peer, why)
@@ -154,6 +164,11 @@ class Prefills:
 
     def drain(self) -> list[Order]:
         """What the worker is to do, since the last call."""
+        # A word to everybody for each doubling and halving: peers need the order of magnitude.
+        waiting = self._waiting
+        if waiting > 2 * self._said + 1 or 2 * waiting < self._said:
+            self._said = waiting
+            self._orders += [Send(peer, Busy(waiting)) for peer in sorted(self._peers)]
         orders, self._orders = self._orders, []
         return orders
 
@@ -175,15 +190,19 @@ class Prefills:
         if wrong := self._wrong(request):
             self._refuse(peer, transfer, InvalidRequest.code, wrong)
             return
-        waiting = sum(prompt.handle is None for prompt in self._prompts.values())
-        if waiting >= self._most:
-            self._refuse(peer, transfer, Overloaded.code, f"{waiting} prompts are here, at most {self._most}")
+        if self._waiting >= self._most:
+            self._refuse(peer, transfer, Overloaded.code, f"{self._waiting} prompts are here, at most {self._most}")
             return
         self._last_id -= 1
         request = structs.replace(request, id=self._last_id, transfer=transfer)
         prompt = _Prompt(transfer, peer, request, prefill.lease_s, now, now + prefill.lease_s)
         self._prompts[transfer] = self._by_id[request.id] = prompt
         self._queue.append(prompt)
+
+    @property
+    def _waiting(self) -> int:
+        """Prompts that have no token yet."""
+        return sum(prompt.handle is None for prompt in self._prompts.values())
 
     def _wrong(self, request: Request) -> str:
         """Why ``request`` is none to be computed for another engine; empty if it is."""
@@ -264,9 +283,8 @@ class Prefills:
     def statistics(self) -> dict[str, float]:
         """``prefills_…``: prompts of other engines, and the pages that are held for them."""
         names = ("received", "done", "refused", "expired", "mismatches")
-        held = [prompt.handle for prompt in self._prompts.values() if prompt.handle is not None]
         return {
             **{f"prefills_{name}": self._counts[name] for name in names},
-            "prefills_waiting": len(self._prompts) - len(held),
-            "prefills_held": len(held),
+            "prefills_waiting": self._waiting,
+            "prefills_held": len(self._prompts) - self._waiting,
         }

@@ -14,6 +14,7 @@ A conversation, in order; each line is one `Message`::
     P → D    Held               answers each Heartbeat: which of them P has still
     P → D    Prefilled(handle)  once for each Prefill; the pages are held from here on
     P → D    Refused            instead of Prefilled, or after it when a lease ran out
+    P → D    Busy               to all, when many more or fewer prompts wait there than it said last
     D → P    Release            once for each Prefill, whatever became of it: P computes it no more and holds nothing
 
 The pages themselves move by a transport, and D reads them (P never writes into D). Either side may die, hang, restart
@@ -163,7 +164,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-Message = Hello | Prefill | Heartbeat | Release | Held | Prefilled | Refused
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """P → D: so many prompts are on P that have no token yet, whosever they are."""
+
+    waiting: Annotated[int, Meta(ge=0)]
+
+
+Message = Hello | Prefill | Heartbeat | Release | Held | Prefilled | Refused | Busy
 """On the wire: length-prefixed frames as in `streamengine.link`, each a msgpack list of these."""
 
 # orders: core → worker, in its own process, in order

@@ -5,7 +5,7 @@ from msgspec import structs
 
 from compiled.step import Sampling
 from streamengine.request import QUEUE_TIMEOUT, Finish
-from streamengine.transfer.values import Heartbeat, Held, Prefill, Prefilled, Refused, Release
+from streamengine.transfer.values import Busy, Heartbeat, Held, Prefill, Prefilled, Refused, Release
 from tests.fakes import formula, oracle
 from tests.remote import DEADLINE_S, LEASE_S, SCRIBBLE, Engine, Wire
 
@@ -328,6 +328,44 @@ def test_a_peer_takes_no_more_prompts_than_it_has_room_for_and_the_rest_wait_the
             decode.end_read(transfer)
     assert all(decode.answers[id] == decode.expected(id) for id in ids)
     assert decode.connector.statistics()["remote_landed"] == 4
+
+
+def test_a_prompt_goes_past_a_peer_that_has_said_how_busy_it_is():
+    decode = Engine("d", decode=True)
+    for name in ("p", "q"):
+        Wire(decode, Engine(name, prefill=True), name).connect()
+    decode.exchange()
+
+    def chosen():
+        id = decode.submit(PROMPT, 2)
+        asked = [peer for peer, queue in decode.worker.outbox.items() if any(isinstance(m, Prefill) for m in queue)]
+        decode.abort(id)
+        for queue in decode.worker.outbox.values():
+            queue.clear()
+        (peer,) = asked
+        return peer
+
+    favourite = chosen()
+    assert chosen() == favourite
+    decode.receive(favourite, Busy(5))
+    decode.exchange()
+    assert chosen() != favourite
+    decode.receive(favourite, Busy(0))
+    decode.exchange()
+    assert chosen() == favourite
+
+
+def test_an_engine_tells_its_peers_when_many_more_or_fewer_prompts_wait_there(pair):
+    for _ in range(7):
+        pair.decode.submit(PROMPT, 2)
+        pair.wire.deliver()
+        pair.prefill.exchange()
+    for _ in range(8):
+        pair.go_on()
+        for transfer in list(pair.decode.worker.reads):
+            pair.decode.end_read(transfer)
+    pair.settle()
+    assert [message.waiting for _, _, message in pair.wire.past if isinstance(message, Busy)] == [2, 6, 1, 0]
 
 
 @pytest.mark.parametrize(
