@@ -36,7 +36,7 @@ from streamengine.terminal import StartupProgress, open_engine
 
 app = typer.Typer(
     name="streamengine",
-    help="Run an open language model and stream its answer as it is born.",
+    help="Run an open language model and stream its answer, token by token.",
     epilog="Every engine and server option can be set in the environment: --kv-pages as STREAMENGINE_KV_PAGES.",
     no_args_is_help=True,
     add_completion=False,
@@ -56,9 +56,9 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is: no chat template.")] = False,
     priority: Annotated[int, typer.Option("--priority", help="A higher one goes first.")] = 0,
-    schema: Annotated[Path | None, typer.Option("--schema", help="File with a JSON Schema to keep to.")] = None,
+    schema: Annotated[Path | None, typer.Option("--schema", help="File with a JSON Schema for the answer.")] = None,
     regex: Annotated[str | None, typer.Option("--regex", help="Pattern that the whole answer must match.")] = None,
-    choice: Annotated[list[str], typer.Option("--choice", help="One of the possible answers.")] = [],  # noqa: B006
+    choice: Annotated[list[str], typer.Option("--choice", help="A possible answer; may be repeated.")] = [],  # noqa: B006
     close: Annotated[bool, typer.Option("--close-document", help="Complete the answer within --max-tokens.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Print each value as it becomes complete.")] = False,
     as_json: AsJson = False,

@@ -51,7 +51,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         settle(self, StartupError)
         wanted = {"prefill": "listen", "decode": "peers"}.get(self.role)
         if wanted is not None and not getattr(self, wanted):
-            raise StartupError(f"role {self.role} needs {wanted}, addresses of engines", param=wanted)
+            option = wanted.removesuffix("s")
+            raise StartupError(f"role {self.role} needs {wanted}: --{option} unix:PATH or HOST:PORT", param=wanted)
         unwanted = {"prefill": {"peers"}, "decode": {"listen"}}.get(self.role, set())
         if not self.peers:
             unwanted |= {"prefill_threshold", "on_load_failure", "lease_s", "transfer_deadline_s"}

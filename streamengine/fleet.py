@@ -28,7 +28,7 @@ def command(
     gpus: Annotated[float, typer.Option("--gpus", help="GPUs that Ray reserves for a replica.")] = 0.0,
     prefill: Annotated[int, typer.Option("--prefill", help="Replicas that compute prompts for the others.")] = 0,
     prefill_threshold: Annotated[
-        int | None, typer.Option("--prefill-threshold", help="From so many prompt tokens on; by default as observed.")
+        int | None, typer.Option("--prefill-threshold", help="Prompt length from which they do; by default measured.")
     ] = None,
 ) -> None:
     """Serve replicas on Ray Serve, on the cluster of RAY_ADDRESS or one of this machine's own."""

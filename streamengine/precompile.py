@@ -49,7 +49,7 @@ def list_entries(as_json: AsJson = False) -> None:
 @app.command()
 @takes(ENGINE)
 def explain(config: EngineConfig, *, as_json: AsJson = False) -> None:
-    """Whether a start with these options would find the model compiled, and if not, which factor is another one."""
+    """Whether a start with these options would find the model compiled, and if not, which factor differs."""
     reason = compose.explain_cache(config)
     if as_json:
         typer.echo(msgspec.json.encode({"model": config.model, "hit": reason is None, "reason": reason}).decode())

@@ -73,15 +73,15 @@ def command(
     replicas: Annotated[str, typer.Option(help="How many that answer, or several numbers to compare: 1,2,4.")] = "1",
     prefill: Annotated[str, typer.Option(help="How many more that compute prompts for those; likewise.")] = "0",
     prefill_threshold: Annotated[
-        int | None, typer.Option(min=1, help="Uncached prompt tokens from which on they do; by default as observed.")
+        int | None, typer.Option(min=1, help="Uncached prompt tokens from which on those do; by default as observed.")
     ] = None,
-    link_gbps: Annotated[float, typer.Option(min=1e-3, help="Of each engine's link, in GB/s.")] = 10.0,
+    link_gbps: Annotated[float, typer.Option(min=1e-3, help="Speed of each engine's link, in GB/s.")] = 10.0,
     link_us: Annotated[float, typer.Option(min=0, help="Latency between two engines, in microseconds.")] = 100.0,
     token_bytes: Annotated[
-        int | None, typer.Option(min=1, help="KV cache of one token, where the step times do not say it.")
+        int | None, typer.Option(min=1, help="Bytes of KV cache of one token, where the step times do not say it.")
     ] = None,
-    ttft_ms: Annotated[float, typer.Option(min=0, help="A good request has its first token by then …")] = 1000.0,
-    itl_ms: Annotated[float, typer.Option(min=0, help="… and its others, on average, every so many ms.")] = 100.0,
+    ttft_ms: Annotated[float, typer.Option(min=0, help="Good is a request with its first token by then …")] = 1000.0,
+    itl_ms: Annotated[float, typer.Option(min=0, help="… and the others, on average, every so many ms.")] = 100.0,
     mtbf_s: Annotated[float | None, typer.Option(min=1e-3, help="Mean time between failures of a replica.")] = None,
     repair_s: Annotated[float, typer.Option(min=0, help="Seconds until a replica that failed is back.")] = 30.0,
     times_only: Annotated[
@@ -89,7 +89,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate replicas under a load: our scheduler and caches in a virtual clock, with measured times of steps."""
+    """Simulate replicas under a load: the real scheduler and caches, a virtual clock, step times that were measured."""
     logging.getLogger("streamengine.transfer").setLevel(logging.CRITICAL)  # what fails there is counted
     found = times.read(step_times)
     if times_only:
