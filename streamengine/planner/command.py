@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Annotated
 
@@ -90,7 +92,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Simulate replicas under a load: the real scheduler and caches, a virtual clock, step times that were measured."""
-    logging.getLogger("streamengine.transfer").setLevel(logging.CRITICAL)  # what fails there is counted
     found = times.read(step_times)
     if times_only:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
@@ -118,7 +119,8 @@ def command(
             repair_s=repair_s,
             in_phase=load.workload == step_times,
         )
-        reports.append(Fleet(plan, load.open()).run())
+        with _quiet():
+            reports.append(Fleet(plan, load.open()).run())
         if not as_json:
             typer.echo("\n".join(reports[-1].lines()))
     if as_json:
@@ -127,6 +129,18 @@ def command(
     if len(reports) > 1:
         typer.echo("\n".join(("", *table(reports))))
     typer.echo(f"\n{reports[0].label}; {reports[0].workload}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What fails in a simulated transfer is counted; a thousand engines would log it a thousand times."""
+    logger = logging.getLogger("streamengine.transfer")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _tell_differences(config: EngineConfig, measured: EngineConfig | None) -> None:

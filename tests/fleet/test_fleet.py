@@ -71,6 +71,12 @@ def get(url: str) -> Any:
         return json.loads(answer.read())
 
 
+def epoch(url: str) -> Any:
+    """Of the replica that the proxy leads to."""
+    with connect(f"ws{url.removeprefix('http')}/v1/stream") as socket:
+        return json.loads(socket.recv(timeout=20))["epoch"]
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
@@ -92,6 +98,7 @@ def test_a_replica_is_a_whole_server(fleet: Fleet) -> None:
 async def test_answers_of_a_replica_that_is_killed_are_continued_by_another(fleet: Fleet) -> None:
     fleet.deploy(2)
     eventually(lambda: len(fleet.replicas()) == 2)
+    eventually(lambda: len({epoch(fleet.url) for _ in range(8)}) == 2)
     victim = fleet.replicas()[0]
     results = await answers(fleet.url, [150] * SOCKETS, lambda: fleet.kill(victim))
     for number, result in enumerate(results):
