@@ -31,6 +31,10 @@ BLIND_CHARACTERS = 64 * 1024
 """A longer request waits for `hello` and its limit: too large a message would end the whole connection."""
 
 
+class _NotOpen(RuntimeError):
+    pass
+
+
 class AsyncClient:
     """A client for asyncio and trio.
 
@@ -196,7 +200,8 @@ class AsyncClient:
         greeted: bool = False,
     ) -> Feed:
         connection = await self._connected(timeouts.connect, greeted=greeted)
-        feed = Feed(message, timeouts, anyio.current_time(), output, continuations=self._continuations)
+        now, cut_s = anyio.current_time(), self._backoff.cut if self._backoff else 0
+        feed = Feed(message, timeouts, now, output, continuations=self._continuations, cut_s=cut_s)
         connection.protocol.start(feed)
         return feed
 
@@ -236,7 +241,7 @@ class AsyncClient:
 
     def _running(self) -> TaskGroup:
         if self._tasks is None:
-            raise RuntimeError("the client is not open: use it in `async with`")
+            raise _NotOpen("the client is not open: use it in `async with`")
         return self._tasks
 
     async def _attend(self, connection: Connection) -> None:
@@ -267,6 +272,8 @@ class AsyncClient:
                 heir = await self._connected(self._timeouts.connect)
             except EngineError as failed:
                 error = failed
+            except _NotOpen:  # it was left just when the wait was over
+                error = ConnectionLost("the client was closed", retryable=False)
             else:
                 heir.protocol.adopt(feeds)
                 return None

@@ -41,6 +41,7 @@ class Feed:
         now: when it is sent; the event loop's clock, in seconds, as all times here.
         continuations: how often the rest of the answer may be asked of another server, when the one that has the
             stream is gone.
+        cut_s: how long one that the server's shutdown cut is held back for another server to take it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Feed:
         output: Output | None = None,
         *,
         continuations: int = 0,
+        cut_s: float = 0,
     ) -> None:
         self._shows_ids = request.delivery.token_ids
         if continuations and isinstance(request, wire.Generate):  # another server will want them
@@ -58,6 +60,8 @@ class Feed:
         self.request = request
         self._continuations = continuations
         self._continued = 0
+        self._cut_s = cut_s
+        self._cut: tuple[wire.Done, float] | None = None  # and until when another server may take it
         self._seed: int | UnsetType = UNSET
         self.id = request.id
         self.events: deque[Event] = deque()
@@ -118,7 +122,6 @@ class Feed:
             if len(self._tokens) < self.seq or (self._seed is UNSET and request.temperature != 0):
                 raise StreamLost(f"{why}; it told neither ids nor seed, without which no other can go on")
             self._continuations -= 1
-            self._continued += 1
             key = secrets.token_hex(16)
             self.request = replace(request, continues=self._tokens.copy(), seed=self._seed, key=key)
         self.stream_id = None
@@ -171,6 +174,8 @@ class Feed:
             limits.append(("first_token", self._timeouts.first_token, self._started))
         elif waiting and self._token_at is not None:
             limits.append(("between", self._timeouts.between, max(self._token_at, self._asked_at)))
+        if self._cut is not None:
+            limits.append(("between", 0, self._started if self.cancelled else self._cut[1]))
         return min((inf if seconds is None else start + seconds, kind) for kind, seconds, start in limits)
 
     def expire(self, now: float, *, waiting: bool = True) -> None:
@@ -178,6 +183,9 @@ class Feed:
         at, kind = self.deadline(waiting=waiting)
         if now >= at and not self.over:
             self.cancel()
+            if self._cut is not None:
+                self._end_as_cut()
+                return
             error = Timeout(f"the deadline {kind} of {getattr(self._timeouts, kind)} s passed")
             error.kind = kind
             self.fail(error)
@@ -198,7 +206,7 @@ class Feed:
                 case wire.Delta():
                     self._receive_delta(message, now)
                 case wire.Done():
-                    self._receive_done(message)
+                    self._receive_done(message, now)
                 case wire.Value():
                     if message.path not in self._paths:  # may come again after a reconnect
                         self._paths.add(message.path)
@@ -217,8 +225,13 @@ class Feed:
         return self.over
 
     def fail(self, error: EngineError) -> None:
-        """End it, unless it has ended already; ``error`` gets what had arrived as its ``partial``."""
-        if not self.over:
+        """End it, unless it has ended already; ``error`` gets what had arrived as its ``partial``.
+
+        One that was cut ends so: that is what became of it, and the error is only why no other server went on.
+        """
+        if self._cut is not None and not self.over:
+            self._end_as_cut()
+        elif not self.over:
             error.partial = self.result()
             self.error = error
             self._notify()
@@ -265,6 +278,9 @@ class Feed:
     def _receive_accepted(self, accepted: wire.Accepted, epoch: str | None) -> None:
         if accepted.after != self.seq:
             raise ProtocolError(f"the server goes on after token {accepted.after}, not {self.seq}")
+        if accepted.stream != self.stream_id:
+            self._cut = None
+            self._continued += isinstance(self.request, wire.Generate) and bool(self.request.continues)
         self.stream_id, self._epoch, self._seed = accepted.stream, epoch, accepted.seed
 
     def _receive_delta(self, delta: wire.Delta, now: float) -> None:
@@ -289,7 +305,7 @@ class Feed:
         if self._readers:
             self._acknowledge(self.seq)
 
-    def _receive_done(self, done: wire.Done) -> None:
+    def _receive_done(self, done: wire.Done, now: float) -> None:
         if done.seq != self.seq + 1:
             raise ProtocolError(f"the stream ended at {done.seq - 1} tokens, but {self.seq} came")
         if self._checked and (done.check.bytes, done.check.crc32) != (self._bytes, self._crc32):
@@ -298,8 +314,16 @@ class Feed:
                 f"but the server counted {done.check.bytes} with {done.check.crc32}"
             )
         if done.cause == "shutdown" and self._continuations and not (self.cancelled or self.attached):
-            self._leave_server("the server has shut down")  # its connection ends next, and another server goes on
+            self._cut = self._cut or (done, now + self._cut_s)  # its connection ends next
             return
+        self._end(done)
+
+    def _end_as_cut(self) -> None:
+        assert self._cut is not None, "it was cut"
+        self._end(self._cut[0])
+        self._notify()
+
+    def _end(self, done: wire.Done) -> None:
         self.done = done
         self.events.append(done)
 

@@ -44,12 +44,14 @@ class Backoff:
 
     Waits are drawn evenly from 0 to ``first`` · 2ᵏ seconds, at most ``longest``, where k counts the attempts since
     anything of an answer arrived: so a thousand clients of a restarted server do not come back at once.
-    When nothing has arrived for ``give_up`` seconds the streams fail with `ConnectionLost`.
+    When nothing has arrived for ``give_up`` seconds the streams fail with `ConnectionLost`. An answer that was cut
+    because its server shuts down waits ``cut`` seconds for another one to go on with it, and then ends as it was cut.
     """
 
     first: float = 0.25
     longest: float = 8
     give_up: float = 60
+    cut: float = 5
 
     def __post_init__(self) -> None:
         _seconds(self)

@@ -14,12 +14,12 @@ import pytest
 from compiled.step import Runner, Step
 from streamengine.config import ServerConfig
 from streamengine.engine import Engine, Generate
-from streamengine.errors import InvalidRequest, StreamEngineError, UnsupportedFeature
+from streamengine.errors import InvalidRequest, Overloaded, StreamEngineError, UnsupportedFeature
 from streamengine.log import Log
 from streamengine.sampling import SamplingParams
 from streamengine.session import Session, TransportClosed
 from streamengine.streams import Streams
-from streamengine_sdk import AsyncClient, Backoff, EngineError, Result, StreamLost, Trace, wire
+from streamengine_sdk import AsyncClient, Backoff, ConnectError, EngineError, Result, StreamLost, Trace, wire
 from streamengine_sdk.events import Delta, Value
 from streamengine_sdk.testing import MemoryPeer, MemoryTransport
 from tests.fakes import EOS, FakeHandle, FakeRunner, fake_kv, fake_model, script
@@ -69,6 +69,7 @@ class Fleet:
     def __init__(self, engine: Engine, tasks: anyio.abc.TaskGroup) -> None:
         self._tasks = tasks
         self._engine = engine
+        self._closed = self._refuses = False
         self._peers: list[MemoryPeer] = []
         self._sessions: list[Session] = []
         self._logs: list[Log] = []
@@ -76,6 +77,8 @@ class Fleet:
         self._renew()
 
     def __call__(self, endpoint: object) -> MemoryTransport:
+        if self._closed:
+            raise ConnectError("nobody is there")
         return MemoryTransport(self._serve, closed=TransportClosed)
 
     def die(self) -> None:
@@ -83,8 +86,9 @@ class Fleet:
         self._renew()
         self._peers.pop().drop(1006)
 
-    def drain(self) -> None:
+    def drain(self, *, last: bool = False) -> None:
         """The server shuts down at the end of its patience: what runs is cut, and told so."""
+        self._closed |= last
         for log in self._logs:
             self._engine.abort(log, "shutdown")
         self._sessions.pop().go_away("shutdown", 0)
@@ -96,7 +100,13 @@ class Fleet:
         self.die()
         self._streams.epoch = epoch
 
+    def refuse(self) -> None:
+        """Nothing that is new is taken any more."""
+        self._refuses = True
+
     async def _noted(self, generate: Generate) -> Log:
+        if self._refuses:
+            raise Overloaded("the queue is full")
         self._logs.append(await self._submit(generate))
         return self._logs[-1]
 
@@ -227,6 +237,43 @@ async def test_what_a_server_cuts_when_it_shuts_down_goes_on_at_another(tmp_path
             assert essence(result) == essence(whole)
             continued += result.continued
         assert continued == len(range(1, whole.seq - 8, 3))
+
+
+@pytest.mark.parametrize("reconnect", [Backoff(first=1e-6, longest=1e-6, cut=0.01), None])
+async def test_what_a_server_cut_ends_as_it_was_cut_where_no_other_comes(
+    tmp_path: Path, reconnect: Backoff | None
+) -> None:
+    plain = runner_in(tmp_path)
+    runner = Gated(kv=plain.kv, model=plain.model, answer=plain.answer)
+    async with fleet(runner, reconnect=reconnect) as (client, servers, _):
+
+        def cut(seq: int) -> None:
+            runner.gate.release()
+            if seq == 5:
+                servers.drain(last=True)
+                runner.gate.release(2)
+
+        result, _ = await read(client, {**SEEDED, "max_tokens": 60}, cut)
+        assert (result.finish_reason, result.cause, result.continued) == ("cancelled", "shutdown", 0)
+        assert 5 <= result.seq < 60
+        assert result.usage is not None
+        assert result.usage.completion_tokens == result.seq
+
+
+async def test_what_a_server_cut_ends_as_it_was_cut_where_the_next_one_refuses_it(tmp_path: Path) -> None:
+    plain = runner_in(tmp_path)
+    runner = Gated(kv=plain.kv, model=plain.model, answer=plain.answer)
+    async with fleet(runner, reconnect=Backoff(first=1e-6, longest=1e-6, cut=PATIENCE_S)) as (client, servers, _):
+
+        def cut(seq: int) -> None:
+            runner.gate.release()
+            if seq == 5:
+                servers.drain()
+                servers.refuse()
+                runner.gate.release(2)
+
+        result, _ = await read(client, {**SEEDED, "max_tokens": 60}, cut)
+        assert (result.finish_reason, result.cause, result.continued) == ("cancelled", "shutdown", 0)
 
 
 @pytest.mark.parametrize(("most", "cuts"), [(0, 1), (2, 3)])
