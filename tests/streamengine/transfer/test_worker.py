@@ -4,6 +4,7 @@ Two workers speak over a real socket with shared memory; a peer that misbehaves 
 """
 
 import random
+import re
 import socket
 import struct
 import threading
@@ -346,6 +347,13 @@ def test_a_socket_that_a_killed_process_left_is_replaced_but_not_one_that_is_in_
         dead.bind(where.removeprefix("unix:"))
     with closing(connection.listen(where)), pytest.raises(OSError, match="in use"):
         connection.listen(where)
+
+
+def test_an_address_that_cannot_be_had_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, why in (("file", "already in use"), ("no/folder", "No such file")):
+        with pytest.raises(OSError, match=re.escape(f"unix:{tmp_path}/{name} cannot be listened on: ") + f".*{why}"):
+            connection.listen(f"unix:{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", ":80", "host:", "host:http"])
