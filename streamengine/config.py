@@ -14,6 +14,24 @@ DEFAULT_MODEL = "smollm2-135m"
 Count = Annotated[int, Meta(ge=1, le=MANY)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 
+MAX_SOCKET_PATH = 107
+"""Bytes; the kernel takes no more."""
+
+_NO_ADDRESS = "is neither unix:PATH nor HOST:PORT"
+
+
+def _wrong_address(address: str) -> str | None:
+    path = address.removeprefix("unix:")
+    if path != address:
+        if not path:
+            return _NO_ADDRESS
+        size = len(path.encode())
+        return f"has a path of {size} bytes, sockets take at most {MAX_SOCKET_PATH}" if size > MAX_SOCKET_PATH else None
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal()):
+        return _NO_ADDRESS
+    return None if int(port) < 2**16 else f"has port {port}, at most {2**16 - 1} is one"
+
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prefill apart from decode: which part of it this engine has. Times in seconds.
@@ -62,10 +80,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if field.name in unwanted and getattr(self, field.name) != field.default:
                 without = f"role {self.role}, " + ("" if self.peers else "without peers, ")
                 raise StartupError(f"{without}has no use for {field.name}", param=field.name)
-        for address in (*self.peers, *((self.listen,) if self.listen else ())):
-            host, _, port = address.rpartition(":")
-            if not (address.startswith("unix:") and len(address) > 5) and not (host and port.isdecimal()):
-                raise StartupError(f"{address!r} is neither unix:PATH nor HOST:PORT", param="peers")
+        for param, addresses in (("listen", (self.listen,) if self.listen else ()), ("peers", self.peers)):
+            for address in addresses:
+                if wrong := _wrong_address(address):
+                    raise StartupError(f"{address!r} {wrong}", param=param)
 
     @property
     def alone(self) -> bool:

@@ -40,8 +40,9 @@ class Group:
         return self.value(**chosen)
 
     def _parameter(self, info: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
+        name = self.names.get(info.name, "--" + info.name.replace("_", "-"))
         option = typer.Option(
-            self.names.get(info.name, "--" + info.name.replace("_", "-")),
+            f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name,
             help=self.help[info.name],
             envvar=f"STREAMENGINE_{info.name.upper()}" if self.environment else None,
             show_envvar=False,

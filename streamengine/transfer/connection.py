@@ -112,6 +112,13 @@ def accept(listener: socket.socket, now: float) -> Connection | None:
 
 def listen(address: str) -> socket.socket:
     """Raises OSError, ValueError. A unix socket is this user's alone; a file that a dead one left is replaced."""
+    try:
+        return _listen(address)
+    except OSError as error:
+        raise type(error)(error.errno, f"{address} cannot be listened on: {_said(error)}") from error
+
+
+def _listen(address: str) -> socket.socket:
     family, where = _parse(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

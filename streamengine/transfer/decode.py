@@ -258,6 +258,8 @@ class Decode:
         remote = self._remotes.get(handle.transfer)
         if remote is None or remote.peer != peer or remote.handle is not None:
             return  # late, or twice
+        if now >= remote.deadline:
+            return  # `tick` says that it is the peer that was late, and not that there is no room
         sequence = remote.sequence
         if wrong := wrong_in(handle, remote, self._page_size):
             self._fall_back(remote, "failed", f"{peer} gave a handle that is none: {wrong}")

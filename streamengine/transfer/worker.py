@@ -101,6 +101,8 @@ class Worker:
         self._reads: dict[str, tuple[Read, float]] = {}
         self._orders: deque[Order] = deque()
         self._reports: deque[Report] = deque()
+        self._accept_at = 0.0
+        self._full = False
         self._closing = False
         self._error: Exception | None = None
         self._listener = listen(listen_at) if listen_at is not None else None
@@ -238,6 +240,11 @@ class Worker:
         pause = self._transport.pause()
         times = [] if pause is None else [now + pause]
         hearing = selectors.EVENT_READ if len(self._reports) < MAX_REPORTS else 0
+        if self._listener is not None:
+            deaf = now < self._accept_at
+            self._watch(self._listener, 0 if deaf else selectors.EVENT_READ, None)
+            if deaf:
+                times.append(self._accept_at)
         for peer in self._peers.values():
             connection = peer.connection
             if connection is None:
@@ -250,7 +257,7 @@ class Worker:
         ready = self._selector.select(max(0.0, min(times) - now) if times else None)
         return [(key.data or key.fileobj, events) for key, events in ready]
 
-    def _watch(self, sock: socket.socket, wanted: int, peer: _Peer) -> None:
+    def _watch(self, sock: socket.socket, wanted: int, peer: _Peer | None) -> None:
         known = self._selector.get_map().get(sock)
         if known is None:
             if wanted:
@@ -273,12 +280,16 @@ class Worker:
 
     def _accept(self, listener: socket.socket) -> None:
         connection = accept(listener, self._clock())
-        if connection is None:
+        if connection is None:  # perhaps for want of descriptors: it stays there, and looking again at once is a spin
+            self._accept_at = self._clock() + FIRST_RETRY_S
             return
         if sum(peer.address is None for peer in self._peers.values()) >= MAX_ACCEPTED:
-            _logger.warning("a connection beyond %d is refused", MAX_ACCEPTED)
+            if not self._full:
+                _logger.warning("connections beyond %d are refused", MAX_ACCEPTED)
+            self._full = True
             connection.sock.close()
             return
+        self._full = False
         self._named += 1
         peer = _Peer(f"accepted-{self._named}", connection=connection)
         self._peers[peer.name] = peer

@@ -268,6 +268,14 @@ def test_an_option_can_be_set_in_the_environment_and_the_argument_wins(runner, c
     assert cli.run(["generate", "--prompt", "hi", "--model", "fake"]) == 0
 
 
+@pytest.mark.parametrize(("given", "on"), [([], True), (["--no-enable-prefix-caching"], False)])
+def test_what_is_on_by_default_is_turned_off_by_its_name_with_no(runner, monkeypatch, given, on):
+    seen = []
+    monkeypatch.setattr(compose, "build_runner", lambda config, report: seen.append(config) or runner)
+    assert cli.run(["generate", "--prompt", "hi", *given]) == 0
+    assert [config.enable_prefix_caching for config in seen] == [on]
+
+
 def test_chat_remembers_until_it_is_reset(runner, capsys, monkeypatch):
     talk(monkeypatch, "hi", "more", "", "/reset", "more", "/exit", "hi")
     assert cli.run(["chat"]) == 0

@@ -254,6 +254,19 @@ def test_pages_are_given_to_a_transfer_when_there_is_room_and_read_when_no_step_
     assert pair.decode.answers[second] == oracle(PROMPT, 6)
 
 
+def test_a_prompt_that_comes_when_its_deadline_has_passed_is_late_and_not_short_of_room():
+    pair = Pair()
+    id = pair.decode.submit(PROMPT, 6)
+    pair.wire.deliver()
+    pair.prefill.turn()
+    pair.wire.deliver()
+    pair.pass_time(DEADLINE_S)
+    pair.decode.exchange()
+    assert pair.fallbacks() == {"deadline": 1}
+    pair.settle()
+    assert pair.decode.answers[id] == oracle(PROMPT, 6)
+
+
 def test_what_waits_for_room_goes_on_without_at_its_deadline():
     pair = Pair(usable_pages=24, reserve=6, on_failure="fail")
     held, transfer = pair.post_a_read()

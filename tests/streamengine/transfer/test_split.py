@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -213,5 +214,19 @@ def test_an_engine_for_prefills_needs_an_address(tmp_path: Path) -> None:
         TransferConfig(role="prefill")
     with pytest.raises(StartupError, match="role decode needs peers"):
         TransferConfig(role="decode", listen="unix:/x")
-    with pytest.raises(StartupError, match="neither unix:PATH nor HOST:PORT"):
-        TransferConfig(role="decode", peers=("somewhere",))
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("somewhere", "neither unix:PATH nor HOST:PORT"),
+        ("unix:", "neither unix:PATH nor HOST:PORT"),
+        ("host:99999", "has port 99999, at most 65535"),
+        ("unix:" + "ä" * 54, "a path of 108 bytes, sockets take at most 107"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_before_anything_is_loaded(address: str, why: str) -> None:
+    for wrong in ({"role": "prefill", "listen": address}, {"role": "decode", "peers": ["unix:/x", address]}):
+        with pytest.raises(StartupError, match=why) as refused:
+            msgspec.convert(wrong, TransferConfig)
+        assert refused.value.param in wrong

@@ -4,6 +4,7 @@ Two workers speak over a real socket with shared memory; a peer that misbehaves 
 """
 
 import random
+import re
 import socket
 import struct
 import threading
@@ -137,8 +138,8 @@ def test_a_read_of_a_peer_that_is_not_there_or_has_restarted_fails_by_name(tmp_p
 def test_a_peer_that_ends_is_lost_and_its_next_start_is_another_incarnation(tmp_path: Path) -> None:
     where = socket_path(tmp_path)
     with memories(seeds=(1, 2, None)) as (first, second, ours), core(SharedMemory(), ours, "D", peers=[where]) as d:
-        with core(SharedMemory(), first, "P", listen_at=where):
-            d.connected()
+        with core(SharedMemory(), first, "P", listen_at=where) as p:
+            d.connected(), p.connected()
         assert d.until(lambda report: isinstance(report, Lost) and "closed" in report.why)
         with core(SharedMemory(), second, "P", incarnation="P-2", listen_at=where):
             assert d.connected().card.incarnation == "P-2"
@@ -348,10 +349,44 @@ def test_a_socket_that_a_killed_process_left_is_replaced_but_not_one_that_is_in_
         connection.listen(where)
 
 
+def test_an_address_that_cannot_be_had_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, why in (("file", "already in use"), ("no/folder", "No such file")):
+        with pytest.raises(OSError, match=re.escape(f"unix:{tmp_path}/{name} cannot be listened on: ") + f".*{why}"):
+            connection.listen(f"unix:{tmp_path}/{name}")
+
+
 @pytest.mark.parametrize("address", ["", "nonsense", ":80", "host:", "host:http"])
 def test_an_address_that_is_none_is_refused_by_name(address: str) -> None:
     with pytest.raises(ValueError, match="neither unix:PATH nor HOST:PORT"):
         connection.listen(address)
+
+
+def test_a_connection_that_cannot_be_taken_in_is_tried_again_later_and_not_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, looks, looked, moves = [100.0], list[float](), threading.Event(), SharedMemory()
+
+    def without_descriptors(listener: socket.socket, now: float) -> connection.Connection | None:
+        looks.append(now)
+        looked.set()
+        return None if now < 101 else connection.accept(listener, now)
+
+    monkeypatch.setattr(worker, "accept", without_descriptors)
+    with (
+        memories() as (ours, _),
+        closing(
+            worker.Worker(card(moves, "P"), ours, moves, listen_at=socket_path(tmp_path), clock=lambda: times[-1])
+        ) as p,
+        a_stranger(p.address) as stranger,
+    ):
+        assert looked.wait(WAIT_S)
+        for _ in range(20):
+            p.post([Forget("nobody")])
+        times.append(101.0)
+        assert stranger.recv(65536)
+        assert looks[0] == 100
+        assert looks.count(100) == 1
 
 
 def test_our_own_bug_in_the_thread_reaches_the_core(tmp_path: Path) -> None:
