@@ -26,21 +26,29 @@ pytestmark = [*pytestmark, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ("--dtype", "float32", "--threads", "1", "--kv-pages", "600", "--max-model-len", "2048", "--debug")
-LENGTHS = (5, 15, 16, 17, 33, 100, 127, 128, 129, 300, 511, 512, 513, 700, 1000, 1500)
+LENGTHS = (
+    *(5, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255),
+    *(256, 257, 300, 384, 400, 511, 512, 513, 600, 700, 800, 900, 1000, 1200, 1500),
+)
 TOKENS = 16
+SOME = range(0, len(LENGTHS), 2)
+"""Prompts for those tests that need not ask them all."""
 
 
 def prompts() -> list[tuple[int, ...]]:
     """Of `LENGTHS` tokens. Two pairs begin alike, for the prefix caches on both sides."""
     draw = random.Random(3)
     made = [tuple(draw.randrange(100, 40_000) for _ in range(length)) for length in LENGTHS]
-    made[7] = made[5] + made[7][len(made[5]) :]
+    made[11] = made[9] + made[11][len(made[9]) :]
     made[-1] = made[-2] + made[-1][len(made[-2]) :]
     return made
 
 
-async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> tuple[tuple[int, ...], str | None]:
-    """Tokens, and what came of a remote prefill."""
+Found = tuple[Any, str | None]
+"""An answer, and what came of a remote prefill, where that is told."""
+
+
+async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> Found:
     async with AsyncClient(url) as client:
         settings = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **options}
         result = await client.generate(token_ids=prompt, **settings)
@@ -48,21 +56,34 @@ async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> tuple[tuple[
         return tuple(result.token_ids), result.timing.remote_prefill
 
 
-def ask_all(url: str) -> list[tuple[tuple[int, ...], str | None]]:
-    """Greedily, one after the other; then some drawn by a seed, all at once."""
+def ask_for_three(url: str, prompt: tuple[int, ...]) -> list[str]:
+    """Three answers to one prompt, over HTTP: the WebSocket gives one."""
+    asked = {"model": "smollm2-135m", "prompt": prompt, "n": 3, "seed": 5, "max_tokens": TOKENS}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return [choice["text"] for choice in json.load(answer)["choices"]]
 
-    async def work() -> list[tuple[tuple[int, ...], str | None]]:
-        with anyio.fail_after(400):
+
+def ask_all(url: str) -> list[Found]:
+    """Greedily, one after the other; then some drawn by a seed or kept to a format, all at once; then three of one."""
+
+    async def work() -> list[Found]:
+        with anyio.fail_after(500):
             found = [await ask(url, prompt) for prompt in prompts()]
-            together: dict[int, tuple[tuple[int, ...], str | None]] = {}
+            together: dict[int, Found] = {}
 
             async def one(number: int) -> None:
-                together[number] = await ask(url, prompts()[-number - 1], temperature=1.0, seed=number)
+                guided = {"response_format": {"type": "regex", "regex": "[a-z]{4}( [0-9]+)*"}} if number % 2 else {}
+                options = {"temperature": 1.0, "seed": number, "ignore_eos": not guided, **guided}
+                together[number] = await ask(url, prompts()[-number - 1], **options)
 
             async with anyio.create_task_group() as tasks:
                 for number in range(6):
                     tasks.start_soon(one, number)
-            return found + [together[number] for number in range(6)]
+            three = await anyio.to_thread.run_sync(ask_for_three, url, prompts()[-4])
+            return [*found, *(together[number] for number in range(6)), (three, None)]
 
     return anyio.run(work)
 
@@ -97,10 +118,10 @@ def eventually(command: Command, **wanted: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple[int, ...]]:
+def alone() -> list[Any]:
     """What one engine says that has no other."""
     with serving() as command:
-        return [tokens for tokens, _ in ask_all(command.url)]
+        return [answer for answer, _ in ask_all(command.url)]
 
 
 @contextmanager
@@ -125,12 +146,10 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-def test_answers_are_token_by_token_those_of_one_engine_alone(
-    transport: str, tmp_path: Path, alone: list[tuple[int, ...]]
-) -> None:
+def test_answers_are_token_by_token_those_of_one_engine_alone(transport: str, tmp_path: Path, alone: list[Any]) -> None:
     with split(tmp_path, transport) as (p, d):
         found = ask_all(d.url)
-        assert [tokens for tokens, _ in found] == alone
+        assert [answer for answer, _ in found] == alone
         ways = [way for _, way in found]
         assert ways.count("done") >= len(LENGTHS) - 1, f"{ways}"
         eventually(d, transfer_pages=0, remote_zombies=0, remote_waiting=0)
@@ -138,7 +157,7 @@ def test_answers_are_token_by_token_those_of_one_engine_alone(
 
 
 def test_they_are_when_the_prefill_engine_is_another_host_that_only_tcp_reaches(
-    tmp_path: Path, alone: list[tuple[int, ...]]
+    tmp_path: Path, alone: list[Any]
 ) -> None:
     if reason := no_nixl() or no_namespaces():
         pytest.skip(reason)
@@ -152,11 +171,11 @@ def test_they_are_when_the_prefill_engine_is_another_host_that_only_tcp_reaches(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_when_the_prefill_engine_dies_or_hangs_the_answers_still_come_and_no_page_is_lost(
-    transport: str, tmp_path: Path, alone: list[tuple[int, ...]], how: signal.Signals
+    transport: str, tmp_path: Path, alone: list[Any], how: signal.Signals
 ) -> None:
     deadline = ("--transfer-deadline-s", "3", "--on-load-failure", "recompute")
     with split(tmp_path, transport, *deadline) as (p, d):
-        found: dict[int, tuple[tuple[int, ...], str | None]] = {}
+        found: dict[int, Found] = {}
 
         async def work() -> None:
             async def one(number: int) -> None:
@@ -165,14 +184,14 @@ def test_when_the_prefill_engine_dies_or_hangs_the_answers_still_come_and_no_pag
             with anyio.fail_after(200):
                 found[0] = await ask(d.url, prompts()[0])
                 async with anyio.create_task_group() as tasks:
-                    for number in range(1, len(LENGTHS)):
+                    for number in SOME[1:]:
                         tasks.start_soon(one, number)
                     await anyio.sleep(1)  # into the middle of it
                     os.kill(p.core, how)
 
         core = p.core
         anyio.run(work)
-        assert [found[number][0] for number in range(len(LENGTHS))] == alone[: len(LENGTHS)]
+        assert [found[number][0] for number in SOME] == [alone[number] for number in SOME]
         assert found[0][1] == "done"
         assert any(way != "done" for _, way in found.values()), "it did not die in the middle"
         if how == signal.SIGSTOP:
