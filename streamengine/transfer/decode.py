@@ -55,6 +55,16 @@ BEATS = 3
 
 OnFailure = Literal["recompute", "fail"]
 
+TOLD = {
+    "no_peer": "no engine for prefills is connected",
+    "refused": "the engine that was asked refused it",
+    "lost": "the connection to the engine that was asked is lost",
+    "deadline": "it took too long",
+    "failed": "its pages could not be read",
+    "lease": "its pages may have been given away before they were read",
+}
+"""What a client learns of a failure. Which peer it was, and where, is for the log."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -128,7 +138,7 @@ class Decode:
             return False
         peer = choose(key_of(request.tenant, request.prompt, self._page_size), self._loads())
         if peer is None:
-            return self._give_up(sequence, "no_peer", "no engine for prefills is connected", failure=True)
+            return self._give_up(sequence, "no_peer", TOLD["no_peer"], failure=True)
         self._transfers += 1
         transfer = f"{self._name}/{self._transfers}"
         remote = Remote(transfer, peer, self._peers[peer], sequence, now, now + self._deadline_s, heard=now, asked=-inf)
@@ -335,7 +345,7 @@ class Decode:
         loud = failure and code != "no_peer"
         _logger.log(logging.WARNING if loud else logging.INFO, "request %d: %s", sequence.request.id, why)
         if failure and self._on_failure == "fail":
-            text = f"the prompt could not be computed elsewhere: {why}"
+            text = f"the prompt could not be computed elsewhere: {TOLD[code]}"
             self._deltas += ends(sequence, Finish("error", EngineFailure.code, text))
             return True
         self._deltas.append(Delta(request=sequence.request.id, remote=code))

@@ -92,6 +92,7 @@ class Prefills:
         self._lent = 0
         """Of the room, by prompts from their start until they are forgotten."""
         self._peers: set[str] = set()
+        self._mismatch = ""
         self._said = 0
         """What peers know of how busy this engine is."""
         self._orders: list[Order] = []
@@ -121,7 +122,11 @@ class Prefills:
                 self._peers.discard(peer)
                 if mismatch:
                     self._counts["mismatches"] += 1
-                    _logger.error("prefills for %s are refused: %s", peer, why)
+                    # The other one comes again and again, each time under a new name.
+                    _logger.log(
+                        logging.DEBUG if why == self._mismatch else logging.ERROR, "%s is refused: %s", peer, why
+                    )
+                    self._mismatch = why
                 for prompt in list(self._prompts.values()):
                     if prompt.peer == peer and prompt.handle is None:
                         self._give_up(prompt)
