@@ -123,9 +123,8 @@ class Prefills:
                 if mismatch:
                     self._counts["mismatches"] += 1
                     # The other one comes again and again, each time under a new name.
-                    _logger.log(
-                        logging.DEBUG if why == self._mismatch else logging.ERROR, "%s is refused: %s", peer, why
-                    )
+                    level = logging.DEBUG if why == self._mismatch else logging.ERROR
+                    _logger.log(level, "prefills for %s are refused: %s", peer, why)
                     self._mismatch = why
                 for prompt in list(self._prompts.values()):
                     if prompt.peer == peer and prompt.handle is None:
