@@ -70,6 +70,28 @@ def test_what_has_come_and_nobody_has_read_is_not_lost(played: PlayedServer, pla
     assert (attach["stream"], attach["after"]) == (ANOTHER["stream"], place)
 
 
+def read_later(played: PlayedServer, scripts: list[Any], type: str, count: int, options: str = "{}") -> Any:
+    """Take nothing of a stream before the client has sent so many messages of ``type``; then all, seen as by `run`."""
+    played.scripts = scripts
+    played.page.evaluate(f"window.later = new StreamEngine(undefined, {options}).stream({{ prompt: 'hi' }}), undefined")
+    eventually(lambda: len(played.sent(type)) == count)
+    return played.page.evaluate("watch(later)")
+
+
+def test_what_comes_twice_as_it_was_not_read_is_sent_on_once(played: PlayedServer) -> None:
+    scripts = [[ACCEPTED, *deltas(0, 2), 1012], [ACCEPTED, *deltas(0, 2), "f", 1012], rest(2)]
+    assert text_of(read_later(played, scripts, "generate", 2)) == "".join(TEXTS)
+    assert played.sent("attach")[0]["after"] == 0
+    assert played.sent("generate")[1]["continues"] == [1, 2]
+
+
+def test_an_answer_that_was_continued_is_not_begun_again(played: PlayedServer) -> None:
+    scripts = [[ACCEPTED, *deltas(0, 1), "f", 1012], [*rest(1)[:2], "g", 1012]]
+    seen = read_later(played, scripts, "init", 3, "{ continuations: 1 }")
+    assert (seen[-1]["code"], seen[-1]["partial"]["text"]) == ("stream_lost", "Hé")
+    assert len(played.sent("generate")) == 2
+
+
 def test_a_server_that_does_not_know_the_stream_any_more_continues_it(played: PlayedServer) -> None:
     seen = played.play([[ACCEPTED, *deltas(0, 2), 1012], [NOT_FOUND], rest(2)], "run({ prompt: 'hi' })")
     assert text_of(seen) == "".join(TEXTS)
@@ -167,24 +189,30 @@ def test_what_a_shutdown_cut_goes_on_at_another_server(played: PlayedServer, pla
     assert [event.get("finish_reason") for event in seen if event["type"] == "done"] == ["stop"]
 
 
-def begin_cut(played: PlayedServer, *end: Any, then: list[Any]) -> None:
+def begin_cut(played: PlayedServer, *end: Any, then: list[list[Any]]) -> None:
     """``one`` is a stream that was cut behind two tokens, in a page whose clock stands still."""
     played.page.clock.install()
     played.page.clock.pause_at(2_000_000_000)
-    played.scripts = [[ACCEPTED, *deltas(0, 2), done(3, "Hé", **CUT), "f", *end], then]
+    played.scripts = [[ACCEPTED, *deltas(0, 2), done(3, "Hé", **CUT), *end], *then]
     played.page.evaluate("window.stream = client.stream({ prompt: 'hi' }), undefined")
     played.page.evaluate("window.one = watch(stream).then((seen) => (window.ended = seen)), undefined")
     eventually(lambda: played.page.evaluate("stream.position.seq") == 2)
+    if end:
+        wait_for_loss(played)
 
 
-@pytest.mark.parametrize("end", [(), (1012,)])
+def wait_for_loss(played: PlayedServer) -> None:
+    eventually(lambda: played.page.evaluate("client.state") == "waiting")
+
+
+@pytest.mark.parametrize("end", [(), ("f", 1012)])
 def test_what_a_shutdown_cut_ends_so_where_no_server_takes_it_within_five_seconds(
-    played: PlayedServer, end: tuple[int, ...]
+    played: PlayedServer, end: tuple[Any, ...]
 ) -> None:
-    begin_cut(played, *end, then=[])
+    begin_cut(played, *end, then=[[]])
     played.page.clock.run_for(4_900)
     assert played.page.evaluate("window.ended") is None
-    eventually(lambda: len(played.sent("generate")) == 1 + len(end))
+    eventually(lambda: len(played.sent("generate")) == 1 + bool(end))
     played.page.clock.run_for(200)
     seen = played.page.evaluate("one")
     assert (text_of(seen), seen[-1]["cause"]) == ("Hé", "shutdown")
@@ -198,17 +226,35 @@ def test_what_a_shutdown_cut_ends_so_where_the_next_server_refuses_it(played: Pl
 
 @pytest.mark.parametrize("how", ["stream.cancel()", "client.close()"])
 def test_whoever_waits_no_longer_has_the_end_that_the_shutdown_made(played: PlayedServer, how: str) -> None:
-    begin_cut(played, then=[])
+    begin_cut(played, then=[[]])
     played.page.evaluate(how)
     assert played.page.evaluate("one")[-1]["cause"] == "shutdown"
 
 
 def test_a_cut_that_was_taken_over_does_not_end_later(played: PlayedServer) -> None:
-    begin_cut(played, 1012, then=rest(2)[:2])
+    """Told of twice, by two connections to the server that was shut down."""
+    again = [{**ACCEPTED, "after": 2}, done(3, "Hé", **CUT), "f", 1012]
+    begin_cut(played, 1012, then=[again, rest(2)[:2]])
+    played.page.clock.run_for(1_000)
+    eventually(lambda: len(played.sent("attach")) == 1)
+    wait_for_loss(played)
     played.page.clock.run_for(1_000)
     eventually(lambda: played.page.evaluate("stream.position.seq") == 3)
     played.page.clock.run_for(10_000)
     assert played.page.evaluate("window.ended") is None
+    assert played.sent("cancel") == []
+
+
+def test_what_a_shutdown_cut_is_whole_for_whoever_reads_it_late(played: PlayedServer) -> None:
+    seen = read_later(played, [[ACCEPTED, *deltas(0, 2), done(3, "Hé", **CUT), 1012], [REFUSED]], "attach", 1)
+    assert (text_of(seen), seen[-1]["type"]) == ("Hé", "done")
+
+
+def test_what_a_shutdown_cut_and_no_server_can_continue_is_not_begun_again(played: PlayedServer) -> None:
+    without_ids = [ACCEPTED, delta(1, "a"), done(2, "a", **CUT), "f", 1012]
+    seen = read_later(played, [without_ids], "init", 2)
+    assert (text_of(seen), seen[-1]["cause"]) == ("a", "shutdown")
+    assert len(played.sent("generate")) == 1
 
 
 def test_a_cancelled_answer_is_not_begun_again(played: PlayedServer) -> None:
