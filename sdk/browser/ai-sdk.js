@@ -103,14 +103,17 @@ export class StreamEngineTransport {
 
 /** The parts of one answer: each begins and ends, and no two are open at once. */
 class Parts {
+  #begun = false;
   #count = 0;
   /** @type {{kind: string, id: string, name: string, text: string}|undefined} */
   #open;
 
   /** @param {Event} event @returns {UIMessageChunk[]} */
   of(event) {
-    if (event.type === "accepted" && !event.after)
+    if (event.type === "accepted" && !event.after && !this.#begun) {
+      this.#begun = true; // another server may begin it again
       return [{ type: "start", messageId: event.stream }, { type: "start-step" }];
+    }
     if (event.type === "delta" && event.text) return this.#delta(event);
     return event.type === "done" ? this.#done(event) : [];
   }

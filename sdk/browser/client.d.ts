@@ -2,6 +2,7 @@
 export class StreamEngineError extends Error {
     /** @param {string} code @param {string} message @param {Refusal} [details] */
     constructor(code: string, message: string, details?: Refusal);
+    /** What was read of the stream. @type {Omit<Result, "done">|undefined} */ partial: Omit<Result, "done"> | undefined;
     code: string;
     param: string | undefined;
     retryable: boolean;
@@ -9,9 +10,14 @@ export class StreamEngineError extends Error {
 }
 /** Fires `state` when its state has changed. */
 export class StreamEngine extends EventTarget {
-    /** @param {string|URL} [url] the page's own by default @param {{token?: string}} [options] an API key */
-    constructor(url?: string | URL, { token }?: {
+    /**
+     * @param {string|URL} [url] the page's own by default
+     * @param {{token?: string, continuations?: number}} [options] an API key, and how often another server may continue
+     *   an answer whose server is gone: 3 times unless given, 0 ends it in `stream_lost`
+     */
+    constructor(url?: string | URL, { token, continuations }?: {
         token?: string;
+        continuations?: number;
     });
     /** @type {State} */ state: State;
     /** @type {Hello|undefined} */ hello: Hello | undefined;
@@ -29,6 +35,7 @@ export class StreamEngine extends EventTarget {
     close(): void;
     #private;
 }
+import type { Result } from "./types.d.ts";
 import type { Refusal } from "./types.d.ts";
 import type { State } from "./types.d.ts";
 import type { Hello } from "./types.d.ts";

@@ -1,21 +1,24 @@
 /**
- * Token streams from a streamengine server: many on one socket, and they outlive it. No build step.
+ * Token streams from a streamengine server: many on one socket, and they outlive it, and the server. No build step.
  *
  *     for await (const event of new StreamEngine().stream({ prompt: "Once upon a time" }))
  *       if (event.type === "delta") document.body.append(event.text);
  *
  * Leaving the loop, `stream.cancel()` or an AbortSignal stops the work on the server too.
  *
- * @import {Hello, Options, Position, Refusal, Request, State, TokenStream} from "./types.d.ts"
+ * @import {Hello, Options, Position, Refusal, Request, Result, State, TokenStream} from "./types.d.ts"
  */
 
 const EVENTS = ["accepted", "progress", "delta", "value", "done"];
 const COME_BACK = [1001, 1005, 1006, 1011, 1012, 1013];
 const WAKING = ["visibilitychange", "online", "pageshow"];
 const GIVE_UP_MS = 60_000;
+const CUT_MS = 5_000;
 
 /** `code` is the server's, or `connection_lost`, `stream_lost`, `protocol_error`, `message_too_large`. */
 export class StreamEngineError extends Error {
+  /** What was read of the stream. @type {Omit<Result, "done">|undefined} */ partial;
+
   /** @param {string} code @param {string} message @param {Refusal} [details] */
   constructor(code, message, details = {}) {
     super(message);
@@ -32,11 +35,17 @@ export class StreamEngine extends EventTarget {
   /** @type {State} */ state = "idle";
   /** @type {Hello|undefined} */ hello;
   #link;
+  #continuations;
   #count = 0;
 
-  /** @param {string|URL} [url] the page's own by default @param {{token?: string}} [options] an API key */
-  constructor(url = globalThis.location?.origin, { token } = {}) {
+  /**
+   * @param {string|URL} [url] the page's own by default
+   * @param {{token?: string, continuations?: number}} [options] an API key, and how often another server may continue
+   *   an answer whose server is gone: 3 times unless given, 0 ends it in `stream_lost`
+   */
+  constructor(url = globalThis.location?.origin, { token, continuations = 3 } = {}) {
     super();
+    this.#continuations = continuations;
     const address = new URL(url);
     address.protocol = address.protocol.replace("http", "ws");
     if (address.pathname === "/") address.pathname = "/v1/stream";
@@ -51,8 +60,8 @@ export class StreamEngine extends EventTarget {
    * @param {Request} request @param {Options} [options] @returns {TokenStream}
    */
   stream(request, options) {
-    const key = crypto.getRandomValues(new Uint32Array(4)).join("-");
-    return this.#start({ stream: "", seq: 0 }, { delivery: request.delivery, ...options }, { key, ...request });
+    const wishes = { delivery: request.delivery, ...options };
+    return this.#start({ stream: "", seq: 0 }, wishes, { ...request, key: request.key ?? randomKey() });
   }
 
   /**
@@ -71,27 +80,38 @@ export class StreamEngine extends EventTarget {
   /** @param {Position} position @param {Options} [options] @param {Request} [request] */
   #start(position, { signal, delivery } = {}, request) {
     signal?.throwIfAborted();
-    return openStream(this.#link, `r${++this.#count}`, position, delivery, request, signal);
+    const left = request ? this.#continuations : 0; // nothing else can be asked of another server
+    return openStream(this.#link, `r${++this.#count}`, position, delivery, signal, request, left);
   }
 }
 
-/** One stream, whichever connection shows it. `at` is what its reader has taken. */
-function openStream(link, id, position, wishes, request, signal) {
+/**
+ * One stream, whichever connection shows it. `at` is what its reader has taken, `seq` what has come. `continuations` is
+ * how often the rest may still be asked of another server.
+ */
+function openStream(link, id, position, wishes, signal, request, continuations) {
   const delivery = { coalesce_ms: 25, window: 256, ...wishes };
+  const showsIds = delivery.token_ids;
+  if (continuations > 0) {
+    // Any server goes on with these as the first one would have. Its own seed has more digits than a number here.
+    delivery.token_ids = true;
+    request.seed ??= crc32(new TextEncoder().encode(request.key), 0);
+  }
   const at = position.seq ? { ...position } : { ...position, bytes: 0, crc32: 0 };
-  /** @type {any} */ const whole = { text: "", reasoning: "" };
+  /** @type {any} */ const whole = { text: "", reasoning: "", continued: 0 };
   const queue = [];
+  const tokens = [];
+  const paths = new Set();
   let seq, acked, connection, epoch, ended, error, cancelled, wake;
+  let cut, patience; // the end that a shutdown made, until another server takes it or the time is over
 
-  /** Ask `to` to show it. What was not taken comes again. */
+  /** Ask `to` to show it. */
   function open(to) {
     const { hello } = (connection = to);
-    if (at.stream && (epoch ??= hello.epoch) !== hello.epoch) {
-      if (at.seq || !request) return end(fault("stream_lost", "the server has restarted"));
-      at.stream = ""; // nothing was seen of it: it can begin again
-    }
-    queue.length = 0;
-    acked = seq = at.seq;
+    const gone = at.stream && (epoch ??= hello.epoch) !== hello.epoch;
+    if (gone && !leaveServer()) return end(fault("stream_lost", "the server has restarted"));
+    if (!cut) rewind();
+    acked = seq;
     const ask = at.stream ? { type: "attach", stream: at.stream, after: seq } : { ...request, type: "generate" };
     const text = JSON.stringify({ ...ask, id, delivery });
     const most = hello.limits.max_message_bytes;
@@ -101,16 +121,45 @@ function openStream(link, id, position, wishes, request, signal) {
     if (cancelled) cancel();
   }
 
+  /** Forget what was not taken: it comes again, but for what an earlier server brought. */
+  function rewind() {
+    seq = Math.max(at.seq, request?.continues?.length ?? 0);
+    while (queue.length && !(queue.at(-1).seq <= seq)) queue.pop();
+    tokens.splice(seq);
+  }
+
+  /** Make it a request for the rest of the answer; or for all of it, if nothing was seen. Can that be? */
+  function leaveServer() {
+    if (seq && tokens.length === seq && continuations > 0 && !cancelled) {
+      continuations--;
+      request = { ...request, continues: [...tokens], key: randomKey() };
+    } else if (!request || request.continues || (cut ? seq : at.seq)) return false;
+    at.stream = "";
+    return true;
+  }
+
   function receive(event) {
     const { type } = event;
     if (type === "delta") event.n ??= 1;
     const after = { accepted: event.after, delta: event.seq - event.n, done: event.seq - 1 }[type] ?? seq;
     if (after !== seq) return stop(fault("protocol_error", `${type} goes on after ${after}, not ${seq}`));
     if (type === "accepted") {
+      if (event.stream !== at.stream) {
+        cut = clearTimeout(patience);
+        if (request?.continues) whole.continued++;
+      }
       at.stream = event.stream;
       epoch = connection.hello.epoch;
-    } else if (type === "delta") seq = event.seq;
-    else if (type === "progress" && queue.at(-1)?.type === type) queue.pop();
+    } else if (type === "delta") {
+      seq = event.seq;
+      for (const token of event.tokens ?? []) tokens.push(token);
+      if (!showsIds) delete event.tokens;
+    } else if (type === "progress" && queue.at(-1)?.type === type) queue.pop();
+    else if (type === "done" && event.cause === "shutdown" && continuations > 0 && !cancelled) {
+      if (!cut) patience = setTimeout(cancel, CUT_MS);
+      cut = event; // its connection ends next
+      return;
+    }
     queue.push(event);
     type === "done" ? end() : wake?.();
   }
@@ -125,9 +174,12 @@ function openStream(link, id, position, wishes, request, signal) {
       whole[channel] += text;
       if (at.seq - acked >= delivery.window / 2) say("ack", { seq: (acked = at.seq) });
     } else if (type === "done") {
-      whole.done = event;
       if (at.bytes >= 0 && (check.bytes !== at.bytes || check.crc32 !== at.crc32))
-        throw fault("protocol_error", "text was lost");
+        return void (error = fault("protocol_error", "text was lost"));
+      whole.done = event;
+    } else if (type === "value") {
+      if (paths.has(event.path)) return; // as it may come again with its delta
+      paths.add(event.path);
     }
     return event;
   }
@@ -136,20 +188,30 @@ function openStream(link, id, position, wishes, request, signal) {
   function refuse(why) {
     const { code, details } = why;
     link.forget(stream);
+    if (code === "stream_not_found" && at.stream && leaveServer()) return open(connection);
     const again = details.retryable && at.stream && (!details.stream || code === "slow_consumer");
     again ? setTimeout(() => ended || link.show(stream), details.retry_after_ms ?? 1000) : end(why);
   }
 
+  /** One that was cut ends so: that became of it, and `why` is only why no other server went on. */
   function end(why) {
+    if (cut) queue.push(cut);
+    error = cut ? undefined : why;
+    cut = clearTimeout(patience);
     ended = true;
-    error = why;
     signal?.removeEventListener("abort", abort);
     link.forget(stream);
     wake?.();
   }
 
+  function cancel() {
+    say("cancel", (cancelled = true));
+    if (cut) end();
+  }
+
   function stop(why) {
     if (ended) return;
+    cut = clearTimeout(patience);
     cancel();
     queue.length = 0;
     end(why);
@@ -157,8 +219,12 @@ function openStream(link, id, position, wishes, request, signal) {
 
   async function* events() {
     while (queue.length || !ended)
-      if (queue.length) yield take(queue.shift());
-      else await new Promise((resolve) => (wake = resolve));
+      if (queue.length) {
+        const event = take(queue.shift());
+        if (event) yield event;
+      } else await new Promise((resolve) => (wake = resolve));
+    if (error instanceof StreamEngineError) // which other streams may share
+      throw Object.assign(fault(error.code, error.message, error.details), { partial: whole });
     if (error) throw error;
   }
 
@@ -168,7 +234,6 @@ function openStream(link, id, position, wishes, request, signal) {
   }
 
   const say = (type, more) => connection?.send(JSON.stringify({ type, id, ...more }));
-  const cancel = () => say("cancel", (cancelled = true));
   const abort = () => stop(signal.reason);
   const text = async () => (await result()).text;
   const leave = async (value) => (stop(undefined), { done: true, value }); // what `break` calls
@@ -295,6 +360,7 @@ function openLink(address, token, report) {
 }
 
 const fault = (code, message, details) => new StreamEngineError(code, message, details);
+const randomKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 const SAFE = { "+": "-", "/": "_", "=": "" };
 const base64url = (text) =>

@@ -134,6 +134,8 @@ export interface Timing {
   decode_ms?: number;
   tokens_per_s?: number;
   itl_ms?: { p50: number; p99: number; max: number };
+  /** Tokens of the answer that another server had made. */
+  continued_tokens?: number;
 }
 
 /** The last event of a stream that did not fail. */
@@ -167,6 +169,8 @@ export interface Result {
   text: string;
   reasoning: string;
   done: Done;
+  /** How often another server went on with the answer. */
+  continued: number;
 }
 
 export interface Options {
@@ -188,7 +192,7 @@ export interface Refusal {
 
 /** One answer, event by event; leaving the loop cancels it on the server. */
 export interface TokenStream extends AsyncIterableIterator<Event> {
-  /** Up to where this reader has taken it; `stream` is "" until the server has accepted. Live. */
+  /** Up to where this reader has taken it; `stream` is "" until the server, or the next one, has accepted. Live. */
   readonly position: Readonly<Position>;
   /** Ask the server to stop; `Done` with `finish_reason: "cancelled"` still comes. */
   cancel(): void;

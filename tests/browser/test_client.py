@@ -36,7 +36,8 @@ window.watch = async (stream, { leaveAfter } = {}) => {
       if (seen.length === leaveAfter) break;
     }
   } catch (error) {
-    seen.push({ type: "thrown", name: error.name, code: error.code, message: error.message, param: error.param });
+    seen.push({ type: "thrown", name: error.name, code: error.code, message: error.message, param: error.param,
+                partial: error.partial });
   }
   return seen;
 };
@@ -46,7 +47,8 @@ window.watch = async (stream, { leaveAfter } = {}) => {
 class PlayedServer:
     """Answers each `generate` and `attach` with the messages of the next script, the last one again and again.
 
-    A number closes the socket with that code. Remembers everything that it was sent.
+    A number closes the socket with that code; a string is the epoch of the server that is there from then on.
+    Remembers everything that it was sent.
     """
 
     def __init__(self, page: Any) -> None:
@@ -69,6 +71,8 @@ class PlayedServer:
         for reply in self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]:
             if isinstance(reply, int):
                 socket.close(code=reply)
+            elif isinstance(reply, str):
+                self.hello = {**HELLO, "epoch": reply}
             else:
                 socket.send(json.dumps({"id": message["id"], **reply}))
 

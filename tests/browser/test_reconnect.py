@@ -38,10 +38,14 @@ def site(runner: FakeRunner) -> Iterator[Served]:
 
 
 class Cutter:
-    """Before a server: every WebSocket is cut `LIFE_S` after it was opened, in the middle of whatever it says."""
+    """Before servers: every WebSocket is cut ``life_s`` after it was opened, in the middle of whatever it says.
 
-    def __init__(self, port: int) -> None:
-        self._target = ("127.0.0.1", port)
+    The next one then leads to the next server.
+    """
+
+    def __init__(self, *ports: int, life_s: float = LIFE_S) -> None:
+        self._ports = ports
+        self._life_s = life_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.cuts = 0
@@ -57,7 +61,8 @@ class Cutter:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._target) as server, suppress(OSError):
+        port = self._ports[self.cuts % len(self._ports)]
+        with client, socket.create_connection(("127.0.0.1", port)) as server, suppress(OSError):
             head = client.recv(65536)
             server.sendall(head)
             streams = head.startswith(b"GET /v1/stream")
@@ -65,7 +70,7 @@ class Cutter:
             copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs]
             for copy in copies:
                 copy.start()
-            copies[0].join(LIFE_S if streams else PATIENCE_S)
+            copies[0].join(self._life_s if streams else PATIENCE_S)
             self.cuts += streams
             for end in (client, server):
                 with suppress(OSError):
