@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from compiled.step import Sampling
 from streamengine.errors import StreamEngineError
 from streamengine.guided.grammar import Constraint
 from streamengine.request import Delta, Finish, Request
@@ -28,7 +27,7 @@ from streamengine.transfer.values import (
     Report,
     Send,
 )
-from tests.fakes import GREEDY, FakeRunner
+from tests.fakes import FakeRunner
 from tests.scheduling import Bench
 
 FINGERPRINT = Fingerprint(
@@ -135,25 +134,9 @@ class Engine(Bench):
             )
         self.connector = Connector(self.worker, landing, self.decode, self.prefills)
 
-    def submit(
-        self,
-        prompt: Any,
-        max_tokens: int = 4,
-        sampling: Sampling = GREEDY,
-        stop_token_ids: tuple[int, ...] = (),
-        constraint: Constraint | None = None,
-        **options: Any,
-    ) -> int:
-        id = len(self.requests) + 1
-        tokens = tuple((id * 31 + i) % 256 for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
-        request = Request(
-            id=id, prompt=tokens, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, **options
-        )
-        self.requests[id] = request
+    def enter(self, request: Request, constraint: Constraint | None) -> list[Delta]:
         sequence = self.scheduler.check_room(request, self.now, len(self.connector), constraint)
-        self.answers[id] = []
-        self.note(self.connector.submit(sequence, self.now))
-        return id
+        return self.connector.submit(sequence, self.now)
 
     def abort(self, id: int) -> list[Delta]:
         ends = self.connector.cancel(id, "client") + self.scheduler.abort(id, "client")

@@ -88,9 +88,13 @@ class Bench:
             id=id, prompt=tokens, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, **options
         )
         self.requests[id] = request
-        self.scheduler.submit(request, float(id), constraint)
+        deltas = self.enter(request, constraint)
         self.answers[id] = []
+        self.note(deltas)
         return id
+
+    def enter(self, request: Request, constraint: Constraint | None) -> list[Delta]:
+        return self.scheduler.submit(request, float(request.id), constraint)
 
     def launch(self) -> Step | None:
         assert len(self.in_flight) < self.runner.depth

@@ -5,6 +5,7 @@ what it computed stays in the memory that we hold.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class _Copy:
 
 
 @dataclass(eq=False)
-class Copying:
+class Copying(ABC):
     """See `Transport`. Reads run one after the other; how a source is mapped is for subclasses."""
 
     _ours: Pages = field(default_factory=lambda: np.zeros((0, 0), np.uint8), init=False)
@@ -51,9 +52,9 @@ class Copying:
         """``memory`` is where pages land."""
         self._ours = rows(memory)
 
+    @abstractmethod
     def map(self, address: bytes) -> Pages:
         """All pages of the memory at ``address``, for reading. Raises TransportError."""
-        raise NotImplementedError
 
     def connect(self, source: str, address: bytes) -> None:
         if known := self._sources.get(source):
