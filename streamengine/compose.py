@@ -48,7 +48,8 @@ def open_engine(
         progress: is called with each start-up message, from the event loop.
 
     Raises:
-        StartupError: the model is unknown, broken or of an unsupported kind, or does not fit.
+        StartupError: the model is unknown, broken or of an unsupported kind, or does not fit; or pages are to move
+            within this process, and the core would not be in it.
 
     Example::
 
@@ -56,8 +57,15 @@ def open_engine(
             async for delta in engine.stream(prompt="The capital of France is"):
                 print(delta.text, end="", flush=True)
     """
+    config = config or EngineConfig()
+    if process and config.transfer is not None and config.transfer.kv_transport == "in_process":
+        raise StartupError(
+            "kv_transport in_process is for cores that are threads of one process, and this one would have a process "
+            "of its own: open_engine(process=False) is without, and shared_memory moves pages between processes",
+            param="kv_transport",
+        )
     connect = core_process if process else core_thread
-    return Engine(config or EngineConfig(), connect, load_tokenizer, restart=restart, progress=progress)
+    return Engine(config, connect, load_tokenizer, restart=restart, progress=progress)
 
 
 def build_runner(config: EngineConfig, report: Callable[[Progress], None]) -> Runner:

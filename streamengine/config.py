@@ -51,7 +51,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             hide a fault of a network.
         lease_s: a peer gives pages up that nobody has asked for within this time.
         transfer_deadline_s: a request whose prompt is not here by then goes on without.
-        kv_transport: how pages move: ``shared_memory`` on one machine, ``nixl`` anywhere.
+        kv_transport: how pages move: ``shared_memory`` on one machine, ``nixl`` anywhere, ``in_process`` between
+            engines whose cores are threads of one process (`compose.open_engine` with ``process=False``).
         name: of this engine, for its peers; None draws one at each start.
     """
 
@@ -62,7 +63,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     on_load_failure: Literal["recompute", "fail"] | None = None
     lease_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     transfer_deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
-    kv_transport: Literal["shared_memory", "nixl"] = "shared_memory"
+    kv_transport: Literal["shared_memory", "nixl", "in_process"] = "shared_memory"
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
     def __post_init__(self) -> None:

@@ -199,7 +199,7 @@ TRANSFER = Group(
         "on_load_failure": "If a peer fails: compute the prompt here, or fail; by default fail unless all are unix:.",
         "lease_s": "Seconds after which a peer gives up pages that nobody has asked for.",
         "transfer_deadline_s": "Seconds after which a request goes on without its peer.",
-        "kv_transport": "How pages move: shared_memory on one machine, nixl anywhere.",
+        "kv_transport": "How pages move: shared_memory on one machine, nixl anywhere; in_process: see the API.",
         "name": "Name of this engine, for its peers; by default one is drawn.",
     },
     {"peers": "--peer", "name": "--engine-name"},

@@ -1,38 +1,59 @@
-"""Pages between engines of one process, which know each other's memory by name."""
+"""Pages between engines whose cores are threads of one process: each copies out of the memory that the other has
+registered here.
 
-from dataclasses import dataclass, field
+An address says in which process it means something: numbers of processes come again, and a fork has copies of what is
+registered, so a process has a name of its own beside its number.
+"""
+
+import itertools
+import os
+import secrets
+
+import msgspec
 
 from compiled.step import KVMemory
 from streamengine.transfer.copying import Copying, Pages, rows
 from streamengine.transfer.transport import TransportError
 
+_PROCESS = secrets.token_hex(8)
+_numbers = itertools.count()
+_memories: dict[int, KVMemory] = {}
+"""Of every engine of this process that may be read. Each entry is one thread's, from `register` to `close`."""
 
-@dataclass(eq=False)
+
+class _Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pid: int
+    process: str
+    number: int
+
+
 class InProcess(Copying):
-    """See `Transport`.
-
-    Args:
-        memories: of every engine that may be read, shared by their transports.
-    """
+    """See `Transport`."""
 
     name = "in_process"
     version = "1"
 
-    memories: dict[bytes, KVMemory] = field(default_factory=dict)
-    _address: bytes = b""
+    _number: int | None = None
 
     def register(self, memory: KVMemory) -> bytes:
         self.use(memory)
-        self._address = str(len(self.memories)).encode()
-        self.memories[self._address] = memory
-        return self._address
+        self._number = next(_numbers)
+        _memories[self._number] = memory
+        return msgspec.msgpack.encode(_Address(os.getpid(), _PROCESS, self._number))
 
     def map(self, address: bytes) -> Pages:
-        memory = self.memories.get(address)
+        try:
+            at = msgspec.msgpack.decode(address, type=_Address)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"not an address within a process: {error}") from error
+        if (at.pid, at.process) != (os.getpid(), _PROCESS):
+            raise TransportError(f"it is in process {at.pid}, not in ours, {os.getpid()}, as in_process needs it")
+        memory = _memories.get(at.number)
         if memory is None:
-            raise TransportError(f"no engine of this process has memory {address.decode(errors='replace')}")
+            raise TransportError("its memory is not registered any more")
         return rows(memory)
 
     def close(self) -> None:
         super().close()
-        self.memories.pop(self._address, None)
+        if self._number is not None:
+            _memories.pop(self._number, None)

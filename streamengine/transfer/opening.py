@@ -11,6 +11,7 @@ from streamengine.transfer.choose import Threshold
 from streamengine.transfer.connector import Connector
 from streamengine.transfer.decode import Decode
 from streamengine.transfer.identity import identify
+from streamengine.transfer.in_process import InProcess
 from streamengine.transfer.prefill import Checksums, Prefills
 from streamengine.transfer.shared_memory import SharedMemory
 from streamengine.transfer.transport import Transport, TransportError, checksums
@@ -45,6 +46,9 @@ def open_worker(
         raise StartupError(f"the KV cache of this device cannot be moved by {config.kv_transport}", param="device")
     try:
         transport = _transport(config)
+    except TransportError as error:
+        raise _cannot(error) from error
+    try:
         fingerprint = Fingerprint(
             model=identify(model.folder),
             compute=model.dtype,
@@ -61,8 +65,13 @@ def open_worker(
         card = Card(engine=config.name or incarnation, incarnation=incarnation, fingerprint=fingerprint)
         worker = Worker(card, memory, transport, listen_at=config.listen, peers=config.peers)
     except (OSError, ValueError, TransportError) as error:
-        raise StartupError(f"pages cannot be moved between engines: {error}", param="transfer") from error
+        transport.close()
+        raise _cannot(error) from error
     return card, worker, lambda pages: checksums(memory, pages)
+
+
+def _cannot(error: Exception) -> StartupError:
+    return StartupError(f"pages cannot be moved between engines: {error}", param="transfer")
 
 
 def build_connector(
@@ -106,4 +115,4 @@ def _transport(config: TransferConfig) -> Transport:
         from streamengine.transfer.nixl import Nixl
 
         return Nixl()
-    return SharedMemory()
+    return InProcess() if config.kv_transport == "in_process" else SharedMemory()

@@ -75,6 +75,12 @@ def use(runner: FakeRunner, setattr: Callable[[object, str, object], None] = set
     setattr(compose, "open_engine", open_engine)
 
 
+def test_serve_says_at_once_that_its_core_is_in_no_process_with_others(capsys):
+    assert cli.run(["serve", "--port", "0", "--listen", "unix:/nowhere", "--kv-transport", "in_process"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: kv_transport in_process is for cores that are threads of one process")
+
+
 def test_generate_streams_the_answer_to_the_prompt_in_its_chat_template(runner, capsys):
     assert cli.run(["generate", "--prompt", "hi"]) == 0
     assert capsys.readouterr().out == "Hello – there.\n"

@@ -1,20 +1,25 @@
 """Engines with peers, as their users see them."""
 
+import os
 import re
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from streamengine.config import TransferConfig
+from streamengine.compose import open_engine
+from streamengine.config import EngineConfig, TransferConfig
 from streamengine.engine import Engine
 from streamengine.errors import EngineFailure, StartupError, UnsupportedFeature
 from tests.fakes import FakeRunner
-from tests.streamengine.test_engine import expected, greedy, opened, roomy
+from tests.streamengine.test_engine import expected, greedy, opened, roomy, until
 
 pytestmark = pytest.mark.anyio
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 PROMPT = "a prompt of some length, so that it is worth the way"
 
 
@@ -37,6 +42,58 @@ async def test_a_client_is_told_whether_another_engine_computed_its_prompt(tmp_p
     assert told == ["no_peer", "done", None]
     assert [alone.text, remote.text, short.text] == [expected(p) for p in (PROMPT, "not " + PROMPT, "short")]
     assert remote.timing.ttft_ms is not None and remote.timing.queue_ms is not None
+
+
+async def test_engines_of_one_process_move_pages_within_it(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/p"
+    there = TransferConfig(role="prefill", listen=address, kv_transport="in_process")
+    here = TransferConfig(role="decode", peers=(address,), prefill_threshold=16, kv_transport="in_process")
+    async with opened(roomy(), transfer=there) as (other, _), opened(roomy(), transfer=here, debug=True) as (decode, _):
+        await peers_of(decode, 1)
+        result = await decode.generate(PROMPT, sampling=greedy())
+        assert (result.text, result.timing.remote_prefill) == (expected(PROMPT), "done")
+        assert (await decode.statistics())["remote_bytes"] > 0
+        assert (await other.statistics())["prefills_done"] == 1
+
+
+IN_ANOTHER_PROCESS = """
+import sys, anyio, anyio.to_thread
+from streamengine.config import TransferConfig
+from tests.streamengine.test_engine import opened, roomy
+
+async def main():
+    transfer = TransferConfig(role="prefill", listen=sys.argv[1], kv_transport="in_process")
+    async with opened(roomy(), transfer=transfer):
+        print("ready", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.read)
+
+anyio.run(main)
+"""
+
+
+async def test_an_engine_in_another_process_is_no_peer_within_this_one_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"unix:{tmp_path}/p"
+    other = await anyio.open_process([sys.executable, "-c", IN_ANOTHER_PROCESS, address], env=ENVIRONMENT, stderr=None)
+    async with other:
+        assert other.stdin is not None and other.stdout is not None
+        assert await other.stdout.receive() == b"ready\n"
+        here = TransferConfig(role="decode", peers=(address,), prefill_threshold=16, kv_transport="in_process")
+        async with opened(roomy(), transfer=here) as (decode, _):
+            why = f"it is in process {other.pid}, not in ours, {os.getpid()}"
+            await until(lambda: why in caplog.text)
+            result = await decode.generate(PROMPT, sampling=greedy())
+            assert (result.text, result.timing.remote_prefill) == (expected(PROMPT), "no_peer")
+        await other.stdin.aclose()
+        assert await other.wait() == 0
+
+
+async def test_pages_cannot_move_within_a_process_where_the_core_is_in_another() -> None:
+    transfer = TransferConfig(listen="unix:/nowhere", kv_transport="in_process")
+    with pytest.raises(StartupError, match="kv_transport in_process is for cores that are threads") as caught:
+        open_engine(EngineConfig(transfer=transfer))
+    assert caught.value.param == "kv_transport"
 
 
 async def test_an_engine_for_prefills_refuses_requests_by_its_role(tmp_path: Path) -> None:

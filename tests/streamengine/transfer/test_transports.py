@@ -1,6 +1,8 @@
 """What every transport promises, whatever it moves pages with. Two of them in one process, each with a memory."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,8 +36,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
             pytest.skip(reason)
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
         return Nixl
-    known: dict[bytes, KVMemory] = {}
-    return SharedMemory if request.param == "shared_memory" else lambda: InProcess(known)
+    return SharedMemory if request.param == "shared_memory" else InProcess
 
 
 @dataclass
@@ -226,3 +227,35 @@ def test_shared_memory_can_be_read_when_its_engine_is_gone() -> None:
         sink.read("a", "P-1", ((3, 4),))
         assert until_ended(sink, 1) == [("a", "")]
         assert page(ours, 4) == page(theirs, 3)
+
+
+def test_the_memory_of_an_engine_in_another_process_is_refused_by_both_numbers_and_never_taken_for_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = """
+from compiled.step import KVMemory
+from streamengine.transfer.in_process import InProcess
+print(InProcess().register(KVMemory(memoryview(bytearray(64)), 1, 64)).hex())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    with memories() as (theirs, ours):
+        source, sink = InProcess(), InProcess()
+        here = source.register(theirs)
+        sink.register(ours)
+        with pytest.raises(TransportError, match=rf"in process \d+, not in ours, {os.getpid()}"):
+            sink.connect("P-1", bytes.fromhex(told.stdout))
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a fork, which has the name and old copies of the memory
+        with pytest.raises(TransportError, match="not in ours, 1,"):
+            sink.connect("P-1", here)
+
+
+def test_an_engine_of_this_process_that_was_closed_cannot_be_met_though_others_came_after_it() -> None:
+    with memories() as (theirs, ours):
+        gone, sink = InProcess(), InProcess()
+        address = gone.register(theirs)
+        gone.close()
+        sink.register(ours)
+        with pytest.raises(TransportError, match="not registered any more"):
+            sink.connect("P-1", address)
+        sink.close()
