@@ -1,7 +1,7 @@
 """The command line: arguments and environment in, exit status out.
 
-0 is success, 2 what the user can put right (one line on stderr, never a traceback), 1 a failed engine,
-130 Ctrl-C. Answers go to stdout, everything else to stderr.
+0 is success, 2 what the user can put right (one line on stderr, never a traceback), 1 a failed engine
+or a drain that a second signal cut, 130 Ctrl-C. Answers go to stdout, everything else to stderr.
 """
 
 import io
@@ -24,7 +24,7 @@ from streamengine import doctor as machine
 from streamengine import fleet, kernels, precompile, replay, scenarios
 from streamengine.config import EngineConfig, ServerConfig, TransferConfig
 from streamengine.engine import Result, Stream
-from streamengine.errors import EngineFailure, StreamEngineError
+from streamengine.errors import EngineFailure, ShuttingDown, StreamEngineError
 from streamengine.generate import Asked
 from streamengine.guided import command as guided
 from streamengine.guided.values import ValueTracker
@@ -205,7 +205,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except StreamEngineError as error:
         _complain(error.message)
-        return 1 if isinstance(error, EngineFailure) else 2
+        return 1 if isinstance(error, EngineFailure | ShuttingDown) else 2
     except OSError as error:  # a full disk behind stdout, for one
         _complain(str(error))
         return 1

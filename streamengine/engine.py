@@ -319,7 +319,7 @@ class Engine:
     async def _run_core(self) -> StreamEngineError:
         """One core from its start to its end; why it ended."""
         self.epoch = secrets.token_hex(8)
-        failure: StreamEngineError = EngineFailure("the core was left alone")
+        failure: StreamEngineError = ShuttingDown("the engine was closed")  # if whoever opened it is cancelled
         try:
             async with self._connect() as link, anyio.create_task_group() as tasks:
                 tasks.start_soon(link.run_writer)

@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from streamengine import compose
 from streamengine.config import EngineConfig, ServerConfig
 from streamengine.engine import Engine
-from streamengine.errors import StartupError, StreamEngineError
+from streamengine.errors import ShuttingDown, StartupError, StreamEngineError
 from streamengine.link import Progress
 from streamengine.server.access import is_loopback
 from streamengine.server.app import create_app
@@ -61,6 +61,7 @@ def serve(
     Raises:
         StartupError: the port is taken, or the engine cannot start.
         EngineFailure: the core died.
+        ShuttingDown: a second signal cut what the first one had let run.
     """
 
     def open_engine(report: Callable[[Progress], None]) -> AbstractAsyncContextManager[Engine]:
@@ -115,7 +116,8 @@ class Server:
         self._engine_scope: anyio.CancelScope | None = None
 
     def stop(self) -> None:
-        """Drain and end; while the engine still starts, and on a second call, end at once: what runs is cut."""
+        """Drain and end; while the engine still starts, and on a second call, end at once: what runs is cut, and `run`
+        says so."""
         if self._engine_scope is not None and (self._stop.is_set() or self.service.engine is None):
             self._engine_scope.cancel()
         self._stop.set()
@@ -126,6 +128,7 @@ class Server:
         Raises:
             StartupError: the engine cannot start.
             EngineFailure: the core died; its streams were told.
+            ShuttingDown: a second `stop`, or signal, cut what the first one had let run.
         """
         failure: StreamEngineError | None = None
         async with anyio.create_task_group() as tasks:
@@ -137,6 +140,8 @@ class Server:
                     await self._run_engine(tasks)
             except StreamEngineError as error:
                 failure = error
+            if self._engine_scope.cancelled_caught and self.service.engine is not None:
+                failure = ShuttingDown("told to stop a second time: the drain was cut off")
             await self._uvicorn.finish()
             tasks.cancel_scope.cancel()
         if failure is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from anyio.from_thread import BlockingPortal
 from msgspec import structs
+from websockets.sync.client import connect
 
 from compiled.step import LoadError, Runner
 from streamengine import chat, cli, compose
@@ -22,6 +23,7 @@ from streamengine.engine import Engine
 from streamengine.link import Progress
 from streamengine.options import ENGINE, SAMPLING, SERVER, TRANSFER, Group
 from tests.fakes import BOS, ByteTokenizer, FakeRunner, fake_kv, fake_model, script
+from tests.serving import Client
 from tests.streamengine.guided.drawn import runner_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,9 +68,9 @@ def use(runner: FakeRunner, setattr: Callable[[object, str, object], None] = set
         return runner
 
     def open_engine(
-        config: EngineConfig, *, progress: Callable[[Progress], None] | None = None
+        config: EngineConfig, *, restart: bool = False, progress: Callable[[Progress], None] | None = None
     ) -> AbstractAsyncContextManager[Engine]:
-        return real(config, process=False, progress=progress)
+        return real(config, process=False, restart=restart, progress=progress)
 
     setattr(compose, "build_runner", build_runner)
     setattr(compose, "load_tokenizer", lambda folder: ByteTokenizer())
@@ -396,6 +398,24 @@ def test_ctrl_c_ends_generate_quietly_with_130():
     assert set(out) <= set(b"a\n")
     assert b"Traceback" not in err
     assert b"error" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_in_a_drain_ends_serve_at_once_with_one_line_and_status_1(number):
+    with start("serve", "--port", "0", "--drain-s", "1000") as process:
+        for line in process.stderr:
+            if found := re.search(rb"is ready: http(\S+)", line):
+                break
+        with connect(f"ws{found[1].decode()}/v1/stream") as connection:
+            client = Client(connection)
+            client.generate(max_tokens=50_000)
+            client.until("delta")
+            process.send_signal(number)
+            client.until("goaway")
+            process.send_signal(number)
+            _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err.decode() == "error: told to stop a second time: the drain was cut off\n"
 
 
 def test_a_reader_that_goes_away_ends_generate_quietly():
