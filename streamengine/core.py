@@ -50,8 +50,9 @@ from streamengine.profiling import Profiling
 from streamengine.request import Delta, Finish, Request
 from streamengine.scheduler import Scheduler
 from streamengine.trace import Tracer
+from streamengine.transfer.connection import unlisten
 from streamengine.transfer.connector import Connector
-from streamengine.transfer.opening import build_connector, open_worker, reserve
+from streamengine.transfer.opening import build_connector, open_listener, open_worker, reserve
 
 if TYPE_CHECKING:
     from streamengine.guided.guide import Guide
@@ -96,6 +97,9 @@ def _start(
 ) -> "_Core | None":
     """A core that is ready, and said so; None when it could not be built, and said so."""
     try:
+        listener = open_listener(config.transfer)  # first: whether an address can be had is known before all else
+        if listener is not None:
+            stack.callback(unlisten, listener)
         runner = build_runner(config, link.send)
         if close := getattr(runner, "close", None):
             stack.callback(close)
@@ -124,7 +128,7 @@ def _start(
     if config.transfer is not None:
         kv = reserve(config.transfer, kv)
         try:
-            opened = open_worker(config.transfer, model, kv, runner.kv_memory())
+            opened = open_worker(config.transfer, listener, model, kv, runner.kv_memory())
         except StartupError as error:
             link.send(Failed("startup", _one_line(error)))
             return None

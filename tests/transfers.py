@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compiled.step import KVMemory
+from streamengine.transfer.connection import listen
 from streamengine.transfer.transport import Outcome, Transport
 from streamengine.transfer.values import Card, Connected, Fingerprint, Order, Report
 from streamengine.transfer.worker import Worker
@@ -140,9 +141,8 @@ def core(
     peers: Sequence[str] = (),
     **changed: object,
 ) -> Iterator[Core]:
-    worker = Worker(
-        card(transport, engine, incarnation, **changed), memory, transport, listen_at=listen_at, peers=peers
-    )
+    listener = None if listen_at is None else listen(listen_at)
+    worker = Worker(card(transport, engine, incarnation, **changed), memory, transport, listener=listener, peers=peers)
     try:
         yield Core(worker)
     finally:

@@ -136,11 +136,12 @@ class Server:
             if signals:
                 tasks.start_soon(self._stop_on_signals)
             try:
-                with anyio.CancelScope() as self._engine_scope:
+                with anyio.CancelScope() as scope:
+                    self._engine_scope = scope
                     await self._run_engine(tasks)
             except StreamEngineError as error:
                 failure = error
-            if self._engine_scope.cancelled_caught and self.service.engine is not None:
+            if scope.cancelled_caught and self.service.engine is not None:
                 failure = ShuttingDown("told to stop a second time: the drain was cut off")
             await self._uvicorn.finish()
             tasks.cancel_scope.cancel()

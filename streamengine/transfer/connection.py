@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from streamengine.frames import Frames, LinkBroken, LinkClosed, encode, pack
@@ -116,6 +117,15 @@ def listen(address: str) -> socket.socket:
         return _listen(address)
     except OSError as error:
         raise type(error)(error.errno, f"{address} cannot be listened on: {_said(error)}") from error
+
+
+def unlisten(listener: socket.socket) -> None:
+    """Close it, and leave no file behind. Twice is once."""
+    where = listener.getsockname() if listener.fileno() >= 0 else None
+    listener.close()
+    if isinstance(where, str):
+        with suppress(OSError):
+            os.unlink(where)
 
 
 def _listen(address: str) -> socket.socket:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import secrets
+import socket
 
 from compiled.step import KVMemory, KVSpec, ModelSpec
 from streamengine.config import EngineConfig, TransferConfig
 from streamengine.errors import StartupError
 from streamengine.landing import Landing
 from streamengine.transfer.choose import Threshold
+from streamengine.transfer.connection import listen
 from streamengine.transfer.connector import Connector
 from streamengine.transfer.decode import Decode
 from streamengine.transfer.identity import identify
@@ -34,13 +36,27 @@ def _rooms(config: TransferConfig, kv: KVSpec) -> tuple[int, int]:
     return pages // SHARE if config.peers else 0, kept if config.listen else 0
 
 
-def open_worker(
-    config: TransferConfig, model: ModelSpec, kv: KVSpec, memory: KVMemory | None
-) -> tuple[Card, Worker, Checksums]:
-    """Listen and connect. The card has no address: the worker's has.
+def open_listener(config: TransferConfig | None) -> socket.socket | None:
+    """Where other engines will connect to, before anything is loaded: they wait until `open_worker` takes them in.
 
     Raises:
-        StartupError: this KV cache cannot be moved so, or that address cannot be had.
+        StartupError: that address cannot be had.
+    """
+    if config is None or config.listen is None:
+        return None
+    try:
+        return listen(config.listen)
+    except (OSError, ValueError) as error:
+        raise StartupError(str(error), param="listen") from error
+
+
+def open_worker(
+    config: TransferConfig, listener: socket.socket | None, model: ModelSpec, kv: KVSpec, memory: KVMemory | None
+) -> tuple[Card, Worker, Checksums]:
+    """Take in those who come to ``listener``, and connect. The card has no address: the worker's has.
+
+    Raises:
+        StartupError: this KV cache cannot be moved so.
     """
     if memory is None:
         raise StartupError(f"the KV cache of this device cannot be moved by {config.kv_transport}", param="device")
@@ -63,7 +79,7 @@ def open_worker(
         )
         incarnation = secrets.token_hex(8)
         card = Card(engine=config.name or incarnation, incarnation=incarnation, fingerprint=fingerprint)
-        worker = Worker(card, memory, transport, listen_at=config.listen, peers=config.peers)
+        worker = Worker(card, memory, transport, listener=listener, peers=config.peers)
     except (OSError, ValueError, TransportError) as error:
         transport.close()
         raise _cannot(error) from error

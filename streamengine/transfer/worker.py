@@ -20,7 +20,7 @@ import msgspec
 
 from compiled.step import KVMemory
 from streamengine.frames import LinkBroken, LinkClosed
-from streamengine.transfer.connection import Connection, accept, dial, listen
+from streamengine.transfer.connection import Connection, accept, dial, unlisten
 from streamengine.transfer.transport import Transport, TransportError, checksums
 from streamengine.transfer.values import (
     Card,
@@ -77,11 +77,11 @@ class Worker:
         card: who this engine is; its ``address`` is filled in here.
         memory: the KV cache, from and to which pages move.
         transport: not registered yet.
-        listen_at: ``unix:PATH`` or ``HOST:PORT`` (port 0: any) for others to connect to.
+        listener: where others connect to, see `connection.listen`; it is closed with this.
         peers: addresses of those to connect to, again and again.
 
     Raises:
-        TransportError, OSError, ValueError: this memory or that address cannot be had.
+        TransportError: this memory cannot be reached.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Worker:
         memory: KVMemory,
         transport: Transport,
         *,
-        listen_at: str | None = None,
+        listener: socket.socket | None = None,
         peers: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,7 +105,7 @@ class Worker:
         self._full = False
         self._closing = False
         self._error: Exception | None = None
-        self._listener = listen(listen_at) if listen_at is not None else None
+        self._listener = listener
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -185,11 +185,7 @@ class Worker:
             if peer.connection is not None:
                 peer.connection.sock.close()
         if self._listener is not None:
-            where = self._listener.getsockname()
-            self._listener.close()
-            if isinstance(where, str):
-                with suppress(OSError):
-                    os.unlink(where)
+            unlisten(self._listener)
         self._selector.close()
         self._transport.close()
 

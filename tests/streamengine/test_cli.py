@@ -403,10 +403,13 @@ def test_ctrl_c_ends_generate_quietly_with_130():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_in_a_drain_ends_serve_at_once_with_one_line_and_status_1(number):
     with start("serve", "--port", "0", "--drain-s", "1000") as process:
-        for line in process.stderr:
-            if found := re.search(rb"is ready: http(\S+)", line):
-                break
-        with connect(f"ws{found[1].decode()}/v1/stream") as connection:
+        assert process.stderr is not None
+        url = ""
+        while not url:
+            line = process.stderr.readline().decode()
+            assert line, "it ended"
+            url = line.partition("is ready: http")[2].strip()
+        with connect(f"ws{url}/v1/stream") as connection:
             client = Client(connection)
             client.generate(max_tokens=50_000)
             client.until("delta")

@@ -3,18 +3,23 @@
 import os
 import re
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from compiled.step import LoadError
 from streamengine.compose import open_engine
 from streamengine.config import EngineConfig, TransferConfig
 from streamengine.engine import Engine
 from streamengine.errors import EngineFailure, StartupError, UnsupportedFeature
+from streamengine.link import Progress
+from streamengine.transfer.connection import listen
 from tests.fakes import FakeRunner
+from tests.serving import engine_over
 from tests.streamengine.test_engine import expected, greedy, opened, roomy, until
 
 pytestmark = pytest.mark.anyio
@@ -57,14 +62,14 @@ async def test_engines_of_one_process_move_pages_within_it(tmp_path: Path) -> No
 
 
 IN_ANOTHER_PROCESS = """
-import sys, anyio, anyio.to_thread
+import os, sys, anyio, anyio.to_thread
 from streamengine.config import TransferConfig
 from tests.streamengine.test_engine import opened, roomy
 
 async def main():
     transfer = TransferConfig(role="prefill", listen=sys.argv[1], kv_transport="in_process")
     async with opened(roomy(), transfer=transfer):
-        print("ready", flush=True)
+        os.write(1, b"ready")
         await anyio.to_thread.run_sync(sys.stdin.read)
 
 anyio.run(main)
@@ -78,7 +83,7 @@ async def test_an_engine_in_another_process_is_no_peer_within_this_one_and_the_l
     other = await anyio.open_process([sys.executable, "-c", IN_ANOTHER_PROCESS, address], env=ENVIRONMENT, stderr=None)
     async with other:
         assert other.stdin is not None and other.stdout is not None
-        assert await other.stdout.receive() == b"ready\n"
+        assert await other.stdout.receive() == b"ready"
         here = TransferConfig(role="decode", peers=(address,), prefill_threshold=16, kv_transport="in_process")
         async with opened(roomy(), transfer=here) as (decode, _):
             why = f"it is in process {other.pid}, not in ours, {os.getpid()}"
@@ -141,6 +146,35 @@ async def test_what_cannot_be_moved_or_listened_at_is_told_at_the_start(build: A
     with pytest.raises(StartupError, match=re.escape(why)):
         async with opened(build(), transfer=TransferConfig(**transfer)):
             pass
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+async def test_an_address_in_use_is_told_before_a_model_is_loaded(tmp_path: Path, family: str) -> None:
+    built = False
+
+    def build(report: Callable[[Progress], None]) -> FakeRunner:
+        nonlocal built
+        built = True
+        return roomy(shared=True)
+
+    listener = listen(f"unix:{tmp_path}/p" if family == "unix" else "127.0.0.1:0")
+    where = listener.getsockname()
+    address = f"unix:{where}" if family == "unix" else f"127.0.0.1:{where[1]}"
+    with closing(listener), pytest.raises(StartupError, match=f"^{address} cannot be listened on: .*in use"):
+        async with engine_over(build, transfer=TransferConfig(listen=address))(lambda _: None):
+            pass
+    assert not built
+
+
+async def test_an_engine_that_cannot_load_gives_its_address_up(tmp_path: Path) -> None:
+    def build(report: Callable[[Progress], None]) -> FakeRunner:
+        assert (tmp_path / "p").is_socket()
+        raise LoadError("no such model")
+
+    with pytest.raises(StartupError, match="no such model"):
+        async with engine_over(build, transfer=TransferConfig(listen=f"unix:{tmp_path}/p"))(lambda _: None):
+            pass
+    assert not (tmp_path / "p").exists()
 
 
 class Remote(FakeRunner):

@@ -373,10 +373,17 @@ def test_a_connection_that_cannot_be_taken_in_is_tried_again_later_and_not_at_on
         return None if now < 101 else connection.accept(listener, now)
 
     monkeypatch.setattr(worker, "accept", without_descriptors)
+    listener = connection.listen(socket_path(tmp_path))
     with (
         memories() as (ours, _),
         closing(
-            worker.Worker(card(moves, "P"), ours, moves, listen_at=socket_path(tmp_path), clock=lambda: times[-1])
+            worker.Worker(
+                card(moves, "P"),
+                ours,
+                moves,
+                listener=listener,
+                clock=lambda: times[-1],
+            )
         ) as p,
         a_stranger(p.address) as stranger,
     ):
