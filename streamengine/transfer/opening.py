@@ -46,7 +46,9 @@ def open_listener(config: TransferConfig | None) -> socket.socket | None:
         return None
     try:
         return listen(config.listen)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise StartupError(error.strerror, param="listen") from error
+    except ValueError as error:
         raise StartupError(str(error), param="listen") from error
 
 
