@@ -1,5 +1,6 @@
 """What a person may set, as frozen values. Unknown keys and impossible numbers fail here, by name."""
 
+import ipaddress
 import os
 from typing import Annotated, Literal
 
@@ -20,6 +21,14 @@ MAX_SOCKET_PATH = 107
 _NO_ADDRESS = "is neither unix:PATH nor HOST:PORT"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether listening on ``host`` reaches this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _wrong_address(address: str) -> str | None:
     path = address.removeprefix("unix:")
     if path != address:
@@ -36,8 +45,9 @@ def _wrong_address(address: str) -> str | None:
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prefill apart from decode: which part of it this engine has. Times in seconds.
 
-    An address is ``unix:PATH`` or ``HOST:PORT``. Whoever can connect to one can have prompts computed and read the KV
-    cache: there is no authentication, so it belongs on a private network.
+    An address is ``unix:PATH``, which is this user's alone, or ``HOST:PORT``. Whoever can connect to one, and has the
+    key where there is one, can have prompts computed and read the KV cache. Nothing is encrypted, so ``HOST:PORT``
+    belongs on a private network.
 
     Args:
         role: ``prefill`` computes prompts for other engines, and nothing else; ``decode`` answers requests, whose
@@ -53,6 +63,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         transfer_deadline_s: a request whose prompt is not here by then goes on without.
         kv_transport: how pages move: ``shared_memory`` on one machine, ``nixl`` anywhere, ``in_process`` between
             engines whose cores are threads of one process (`compose.open_engine` with ``process=False``).
+        peer_key: a secret that engines prove to each other to have before either says anything else; None where
+            whoever can connect may.
         name: of this engine, for its peers; None draws one at each start.
     """
 
@@ -64,6 +76,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease_s: Annotated[float, Meta(ge=0.1, le=3600)] = 15.0
     transfer_deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     kv_transport: Literal["shared_memory", "nixl", "in_process"] = "shared_memory"
+    peer_key: Annotated[str, Meta(min_length=8, max_length=8192)] | None = None
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +89,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not self.peers:
             unwanted |= {"prefill_threshold", "on_load_failure", "lease_s", "transfer_deadline_s"}
         if self.alone:
-            unwanted |= {"kv_transport", "name"}
+            unwanted |= {"kv_transport", "peer_key", "name"}
         for field in structs.fields(self):
             if field.name in unwanted and getattr(self, field.name) != field.default:
                 without = f"role {self.role}, " + ("" if self.peers else "without peers, ")

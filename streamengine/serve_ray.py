@@ -25,11 +25,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from streamengine.config import EngineConfig, ServerConfig, TransferConfig
+from streamengine.config import EngineConfig, ServerConfig, TransferConfig, is_loopback
 from streamengine.engine import Engine
 from streamengine.errors import EngineFailure, StartupError, UnsupportedFeature
 from streamengine.scaling import Fleet, Load, wanted_replicas
-from streamengine.server.access import is_loopback
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
 from streamengine.server.service import Service

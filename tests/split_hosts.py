@@ -19,7 +19,7 @@ def main() -> None:
     with ExitStack() as stack:
         host = stack.enter_context(other_host("echo here; exec sleep 900"))
         connect_hosts(host)
-        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "p0"}
+        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "p0", "STREAMENGINE_PEER_KEY": "of both hosts"}
         there = ("nsenter", "-t", str(host.pid), "-n", "-m")
         of_p = ("--role", "prefill", "--listen", ADDRESS, "--kv-transport", "nixl")
         stack.enter_context(serving(*of_p, prefix=there))

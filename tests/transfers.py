@@ -139,10 +139,13 @@ def core(
     incarnation: str | None = None,
     listen_at: str | None = None,
     peers: Sequence[str] = (),
+    key: str | None = None,
     **changed: object,
 ) -> Iterator[Core]:
     listener = None if listen_at is None else listen(listen_at)
-    worker = Worker(card(transport, engine, incarnation, **changed), memory, transport, listener=listener, peers=peers)
+    worker = Worker(
+        card(transport, engine, incarnation, **changed), memory, transport, listener=listener, peers=peers, key=key
+    )
     try:
         yield Core(worker)
     finally:

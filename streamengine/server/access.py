@@ -5,21 +5,12 @@ not apply to it: only these checks keep a foreign page from using the engine. Th
 that was rebound to 127.0.0.1, whose Origin and Host would otherwise agree.
 """
 
-import ipaddress
 from urllib.parse import urlsplit
 
-from streamengine.config import ServerConfig
+from streamengine.config import ServerConfig, is_loopback
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-def is_loopback(host: str) -> bool:
-    """Whether listening on ``host`` reaches this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def host_allowed(host: str | None, config: ServerConfig) -> bool:

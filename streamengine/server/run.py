@@ -21,11 +21,10 @@ import uvicorn
 from anyio.abc import TaskGroup
 
 from streamengine import compose
-from streamengine.config import EngineConfig, ServerConfig
+from streamengine.config import EngineConfig, ServerConfig, is_loopback
 from streamengine.engine import Engine
 from streamengine.errors import ShuttingDown, StartupError, StreamEngineError
 from streamengine.link import Progress
-from streamengine.server.access import is_loopback
 from streamengine.server.app import create_app
 from streamengine.server.identity import ENVIRONMENT, Keys
 from streamengine.server.logs import configure_logging

@@ -13,8 +13,9 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from streamengine.config import is_loopback
 from streamengine.errors import Forbidden, InvalidRequest, Overloaded, StreamEngineError, Unauthorized, Unavailable
-from streamengine.server.access import is_loopback, origin_allowed
+from streamengine.server.access import origin_allowed
 from streamengine.server.gate import deny
 from streamengine.server.identity import ANONYMOUS, Principal
 from streamengine.server.protocols import ForeignProtocol, StreamProtocol

@@ -1,11 +1,12 @@
 """From a config to a connector: who this engine is for its peers, what moves its pages, and both scheduler halves."""
 
 import dataclasses
+import logging
 import secrets
 import socket
 
 from compiled.step import KVMemory, KVSpec, ModelSpec
-from streamengine.config import EngineConfig, TransferConfig
+from streamengine.config import EngineConfig, TransferConfig, is_loopback
 from streamengine.errors import StartupError
 from streamengine.landing import Landing
 from streamengine.transfer.choose import Threshold
@@ -22,6 +23,9 @@ from streamengine.transfer.worker import Worker
 
 SHARE, PREFILL_SHARE = 4, 2
 """One part in so many of the pool is for transfers in one direction; half where prompts for others are all there is."""
+
+
+_logger = logging.getLogger(__name__)
 
 
 def reserve(config: TransferConfig, kv: KVSpec) -> KVSpec:
@@ -44,10 +48,13 @@ def open_listener(config: TransferConfig | None) -> socket.socket | None:
     """
     if config is None or config.listen is None:
         return None
+    host, _, _ = config.listen.rpartition(":")
+    if config.peer_key is None and not (host == "unix" or is_loopback(host.strip("[]"))):
+        _logger.warning("anybody who reaches %s may have prompts computed and read the KV cache: no peer_key", host)
     try:
         return listen(config.listen)
     except OSError as error:
-        raise StartupError(error.strerror, param="listen") from error
+        raise StartupError(error.strerror or str(error), param="listen") from error
     except ValueError as error:
         raise StartupError(str(error), param="listen") from error
 
@@ -81,7 +88,7 @@ def open_worker(
         )
         incarnation = secrets.token_hex(8)
         card = Card(engine=config.name or incarnation, incarnation=incarnation, fingerprint=fingerprint)
-        worker = Worker(card, memory, transport, listener=listener, peers=config.peers)
+        worker = Worker(card, memory, transport, listener=listener, peers=config.peers, key=config.peer_key)
     except (OSError, ValueError, TransportError) as error:
         transport.close()
         raise _cannot(error) from error

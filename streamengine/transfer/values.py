@@ -8,7 +8,7 @@
 
 A conversation, in order; each line is one `Message`::
 
-    both     Hello(card)        first on every connection, before anything was read
+    both     Hello(card)        first on every connection, behind what `greeting` says of keys
     D → P    Prefill            compute this prompt and hold its pages
     D → P    Heartbeat          every third of the lease while D still wants any of these, from the `Prefill` on
     P → D    Held               answers each Heartbeat: which of them P has still
@@ -21,7 +21,7 @@ The pages themselves move by a transport, and D reads them (P never writes into 
 or say something twice at any point: whoever does not know a transfer ignores what is said of it, and everything that
 is held has a lease or a deadline.
 
-The worker's half knows nothing of this but `Hello`: it carries out `Order`s and tells `Report`s.
+The worker's half knows nothing of this but the greeting: it carries out `Order`s and tells `Report`s.
 """
 
 from typing import Annotated
@@ -37,6 +37,8 @@ WIRE_VERSION = 1
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Page = Annotated[int, Meta(ge=0)]
+NONCE_BYTES = 32
+Digest = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +116,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     card: Card
 
 
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Both → both, first, by an engine with a key: prove that you have it."""
+
+    nonce: Digest
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """Both → both, once: the answer, see `greeting`."""
+
+    mac: Digest
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """D → P: compute ``request``, whose ``max_tokens`` and ``n`` are 1 and whose ``id`` means nothing to P.
 
@@ -170,7 +184,10 @@ class Busy(msgspec.Struct, frozen=True, tag="busy"):
     waiting: Annotated[int, Meta(ge=0)]
 
 
-Message = Hello | Prefill | Heartbeat | Release | Held | Prefilled | Refused | Busy
+Words = Hello | Challenge | Proof
+"""Of a greeting."""
+
+Message = Hello | Challenge | Proof | Prefill | Heartbeat | Release | Held | Prefilled | Refused | Busy
 """On the wire: length-prefixed frames as in `streamengine.link`, each a msgpack list of these."""
 
 # orders: core → worker, in its own process, in order
@@ -210,7 +227,7 @@ Order = Send | Read | Forget
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """Hellos were exchanged and the fingerprints are equal: ``peer`` can be sent to and, if it has pages, read from.
+    """Greetings were exchanged and the fingerprints are equal: ``peer`` can be sent to and, if it has pages, read from.
 
     ``peer`` is a name that this worker gave: of one that we connect to its address as configured, of one that
     connected to us a name that no other connection has had. ``dialed`` says which: remote prefills go to those.
@@ -235,7 +252,7 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """``peer`` sent ``message``, which is not a `Hello`."""
+    """``peer`` sent ``message``, which is none of a greeting."""
 
     peer: Name
     message: Message

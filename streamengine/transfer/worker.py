@@ -19,15 +19,15 @@ from dataclasses import dataclass
 import msgspec
 
 from compiled.step import KVMemory
-from streamengine.frames import LinkBroken, LinkClosed
+from streamengine.frames import LinkClosed
 from streamengine.transfer.connection import Connection, accept, dial, unlisten
+from streamengine.transfer.greeting import Greeting, Unfit
 from streamengine.transfer.transport import Transport, TransportError, checksums
 from streamengine.transfer.values import (
     Card,
     Connected,
     Failed,
     Forget,
-    Hello,
     Landed,
     Lost,
     Message,
@@ -36,10 +36,11 @@ from streamengine.transfer.values import (
     Received,
     Report,
     Send,
+    Words,
 )
 
-MAX_ACCEPTED = 256
-"""Connections of others to us."""
+MAX_ACCEPTED, MAX_STRANGERS = 256, 16
+"""Connections of others to us: of those that have said who they are, and of those that have not yet."""
 
 MAX_REPORTS = 4096
 """So many wait before no more is read from peers."""
@@ -62,6 +63,7 @@ class _Peer:
     name: str
     address: str | None = None
     connection: Connection | None = None
+    greeting: Greeting | None = None
     due: float = 0.0
     delay: float = FIRST_RETRY_S
     told: str = ""
@@ -79,6 +81,7 @@ class Worker:
         transport: not registered yet.
         listener: where others connect to, see `connection.listen`; it is closed with this.
         peers: addresses of those to connect to, again and again.
+        key: that an engine must have which connects to us or which we connect to; None: anybody may.
 
     Raises:
         TransportError: this memory cannot be reached.
@@ -92,10 +95,12 @@ class Worker:
         *,
         listener: socket.socket | None = None,
         peers: Sequence[str] = (),
+        key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory, self._transport, self._clock = memory, transport, clock
         self._card = msgspec.structs.replace(card, address=transport.register(memory))
+        self._key = key
         self._peers = {address: _Peer(address, address) for address in peers}
         self._named = 0
         self._reads: dict[str, tuple[Read, float]] = {}
@@ -279,17 +284,22 @@ class Worker:
         if connection is None:  # perhaps for want of descriptors: it stays there, and looking again at once is a spin
             self._accept_at = self._clock() + FIRST_RETRY_S
             return
-        if sum(peer.address is None for peer in self._peers.values()) >= MAX_ACCEPTED:
+        accepted = [peer for peer in self._peers.values() if peer.address is None]
+        strangers = [peer for peer in accepted if peer.card is None]
+        if len(accepted) - len(strangers) >= MAX_ACCEPTED:
             if not self._full:
                 _logger.warning("connections beyond %d are refused", MAX_ACCEPTED)
             self._full = True
             connection.sock.close()
             return
         self._full = False
+        if len(strangers) >= MAX_STRANGERS:
+            self._hang_up(strangers[0])  # the oldest; the core has never heard of it
+            del self._peers[strangers[0].name]
         self._named += 1
         peer = _Peer(f"accepted-{self._named}", connection=connection)
         self._peers[peer.name] = peer
-        self._send(peer, Hello(self._card))
+        self._begin(peer)
 
     def _retry(self) -> None:
         """Connect to those whose time has come, and give up on those who do not speak."""
@@ -305,7 +315,11 @@ class Worker:
                 except (OSError, ValueError) as error:
                     self._drop(peer, f"cannot be connected to: {error}")
                 else:
-                    self._send(peer, Hello(self._card))
+                    self._begin(peer)
+
+    def _begin(self, peer: _Peer) -> None:
+        peer.greeting = Greeting(self._card, self._key, dialed=peer.address is not None)
+        self._send(peer, peer.greeting.begin())
 
     def _send(self, peer: _Peer, message: Message) -> None:
         connection = peer.connection
@@ -328,10 +342,8 @@ class Worker:
                 connection.flush()
             if events & selectors.EVENT_READ and not connection.connecting:
                 for message in connection.receive():
-                    if isinstance(message, Hello):
-                        self._greet(peer, connection, message.card)
-                    elif connection.card is None:
-                        raise LinkBroken("it said something before hello")
+                    if connection.card is None or isinstance(message, Words):
+                        self._greet(peer, connection, message)
                     else:
                         self._tell(Received(peer.name, message))
                         if peer.address is None:
@@ -341,15 +353,13 @@ class Worker:
         except OSError as error:
             self._drop(peer, f"cannot be connected to: {error}")
         except LinkClosed as error:
-            self._drop(peer, str(error))
+            self._drop(peer, str(error), mismatch=isinstance(error, Unfit))
 
-    def _greet(self, peer: _Peer, connection: Connection, card: Card) -> None:
-        if connection.card is not None:
-            raise LinkBroken("it said hello twice")
-        if card.engine == self._card.engine:
-            raise LinkBroken(f"it is engine {card.engine!r}, as we are")
-        if differences := self._card.fingerprint.differences(card.fingerprint):
-            self._drop(peer, differences, mismatch=True)
+    def _greet(self, peer: _Peer, connection: Connection, message: Message) -> None:
+        assert peer.greeting is not None, "a connection without a greeting"
+        if (answer := peer.greeting.hear(message)) is not None:
+            self._send(peer, answer)
+        if (card := peer.greeting.card) is None:
             return
         if peer.address is not None:
             try:
@@ -366,7 +376,7 @@ class Worker:
         peer.delay, peer.told = FIRST_RETRY_S, ""
         self._tell(Connected(peer.name, card, dialed=peer.address is not None))
 
-    def _drop(self, peer: _Peer, why: str, *, mismatch: bool = False) -> None:
+    def _hang_up(self, peer: _Peer) -> None:
         connection, peer.connection = peer.connection, None
         if connection is not None:
             with suppress(KeyError):
@@ -377,6 +387,9 @@ class Worker:
                 other.card is not None and other.card.incarnation == card.incarnation for other in self._peers.values()
             ):
                 self._transport.forget(card.incarnation)
+
+    def _drop(self, peer: _Peer, why: str, *, mismatch: bool = False) -> None:
+        self._hang_up(peer)
         if peer.address is None:
             del self._peers[peer.name]
         else:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from streamengine.config import ServerConfig
-from streamengine.server.access import host_allowed, is_loopback, origin_allowed
+from streamengine.config import ServerConfig, is_loopback
+from streamengine.server.access import host_allowed, origin_allowed
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost", "::1"])

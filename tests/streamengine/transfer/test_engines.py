@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from compiled.step import LoadError
 from streamengine.compose import open_engine
@@ -175,6 +176,45 @@ async def test_an_engine_that_cannot_load_gives_its_address_up(tmp_path: Path) -
         async with engine_over(build, transfer=TransferConfig(listen=f"unix:{tmp_path}/p"))(lambda _: None):
             pass
     assert not (tmp_path / "p").exists()
+
+
+async def test_engines_with_the_same_key_work_together_and_one_without_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"unix:{tmp_path}/p"
+    there = TransferConfig(role="prefill", listen=address, peer_key="a secret")
+    async with opened(roomy(shared=True), transfer=there):
+        here = TransferConfig(role="decode", peers=(address,), prefill_threshold=16)
+        async with opened(roomy(shared=True), transfer=structs.replace(here, peer_key="a secret")) as (decode, _):
+            await peers_of(decode, 1)
+            assert (await decode.generate(PROMPT, sampling=greedy())).timing.remote_prefill == "done"
+        async with opened(roomy(shared=True), transfer=here) as (decode, _):
+            await until(lambda: "it wants a peer_key, and here is none" in caplog.text)
+            await until(lambda: "it has no peer_key, and here is one" in caplog.text)
+            assert (await decode.generate(PROMPT, sampling=greedy())).timing.remote_prefill == "no_peer"
+    assert "a secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listen", "key", "warned"),
+    [
+        ("0.0.0.0:0", None, True),
+        ("0.0.0.0:0", "a secret", False),
+        ("127.0.0.1:0", None, False),
+        ("unix:p", None, False),
+    ],
+)
+async def test_an_address_that_others_can_reach_is_warned_about_without_a_key(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    listen: str,
+    key: str | None,
+    warned: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with opened(roomy(shared=True), transfer=TransferConfig(listen=listen, peer_key=key)):
+        assert ("anybody who reaches 0.0.0.0" in caplog.text) == warned
 
 
 class Remote(FakeRunner):

@@ -192,8 +192,11 @@ def test_a_second_connection_of_an_engine_takes_the_place_of_its_first(tmp_path:
         (struct.pack("!I", connection.MAX_HELLO_BYTES + 1), "out of step"),
         (struct.pack("!I", 3) + b"\xc1\xc1\xc1", "cannot be decoded"),
         (pack([msgspec.Raw(msgspec.msgpack.encode({"type": "hello", "card": 7}))]), "cannot be decoded"),
-        (said(Release("t")), "said something before hello"),
-        (said(Hello(card(SharedMemory(), "X")), Hello(card(SharedMemory(), "X"))), "hello twice"),
+        (said(Release("t")), "said release where that has no place"),
+        (
+            said(Hello(card(SharedMemory(), "X")), Hello(card(SharedMemory(), "X"))),
+            "said hello where that has no place",
+        ),
         (b"", "closed by the other end"),
         (b"\0\0", "in the middle of a frame"),
     ],
@@ -262,6 +265,61 @@ def test_one_who_connects_and_says_nothing_is_dropped_in_time(tmp_path: Path, mo
             lost = p.until(Lost)
             assert isinstance(lost, Lost) and lost.why == "no word within 0.05 s"
             assert is_closed(sock)
+
+
+def test_idle_strangers_keep_no_engine_out(tmp_path: Path) -> None:
+    """The oldest of them goes for each newcomer; none that has said who it is does."""
+    where = socket_path(tmp_path)
+    with ExitStack() as stack:
+        theirs, ours = stack.enter_context(memories())
+        p = stack.enter_context(core(SharedMemory(), theirs, "P", listen_at=where))
+        first = stack.enter_context(a_stranger(where))
+        first.sendall(said(Hello(card(SharedMemory(), "X"))))
+        p.connected()
+        idle = [stack.enter_context(a_stranger(where)) for _ in range(100)]
+        d = stack.enter_context(core(SharedMemory(), ours, "D", peers=[where]))
+        assert d.connected().card.engine == "P"
+        client = p.connected()
+        assert client.card.engine == "D"
+        assert all(is_closed(sock) for sock in idle[: -worker.MAX_STRANGERS])
+        p.post(Send(client.peer, Refused("t", "overloaded", "later")))
+        assert d.until(Received)
+        p.quiet()
+
+
+@pytest.mark.parametrize("where", ["unix", "tcp"], indirect=True)
+def test_engines_that_have_the_same_key_speak(where: str) -> None:
+    with memories() as (theirs, ours), core(SharedMemory(), theirs, "P", listen_at=where, key="a secret") as p:
+        address = p.worker.address
+        assert address is not None
+        with core(SharedMemory(), ours, "D", peers=[address], key="a secret") as d:
+            assert (d.connected().card.engine, p.connected().card.engine) == ("P", "D")
+            d.post(Read("t", address, "P-1", ((1, 2),)))
+            d.until(Landed)
+            assert page(ours, 2) == page(theirs, 1)
+
+
+@pytest.mark.parametrize(
+    ("of_p", "of_d", "p_says", "d_says"),
+    [
+        ("a secret", None, "it has no peer_key, and here is one", "it wants a peer_key, and here is none"),
+        (None, "a secret", "it wants a peer_key, and here is none", "it has no peer_key, and here is one"),
+        ("a secret", "another", "its peer_key is another than ours", "its peer_key is another than ours"),
+    ],
+)
+def test_engines_that_have_not_the_same_key_say_so_and_do_not_speak(
+    tmp_path: Path, of_p: str | None, of_d: str | None, p_says: str, d_says: str
+) -> None:
+    where = socket_path(tmp_path)
+    with (
+        memories() as (theirs, ours),
+        core(SharedMemory(), theirs, "P", listen_at=where, key=of_p) as p,
+        core(SharedMemory(), ours, "D", peers=[where], key=of_d) as d,
+    ):
+        for one, says in ((p, p_says), (d, d_says)):
+            lost = one.until(lambda report: isinstance(report, Lost) and report.mismatch)
+            assert isinstance(lost, Lost) and lost.why == says
+            assert not any(isinstance(report, Connected) for report in one.seen)
 
 
 def test_a_peer_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
