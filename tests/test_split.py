@@ -42,8 +42,9 @@ LENGTHS = (
 TOKENS = 16
 SOME = range(0, len(LENGTHS), 2)
 """Prompts for those tests that need not ask them all."""
-CROWD, CROWDED = 9, {"kv_pages": 65, "max_model_len": 256}
-"""So many prompts of 100 tokens, each with an answer of 60, do not fit into this pool at once."""
+CROWD = 5
+CROWDED: dict[str, Any] = {"kv_pages": 25, "max_model_len": 160, "transfer_deadline_s": 120}
+"""So many prompts of 60 tokens and one for three answers, of 80 tokens each: no three of them fit into this pool."""
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -74,9 +75,9 @@ async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> Found:
         return tuple(result.token_ids), result.timing.remote_prefill
 
 
-def ask_for_three(url: str, prompt: tuple[int, ...]) -> list[str]:
+def ask_for_three(url: str, prompt: tuple[int, ...], tokens: int = TOKENS) -> list[str]:
     """Three answers to one prompt, over HTTP: the WebSocket gives one."""
-    asked = {"model": "smollm2-135m", "prompt": prompt, "n": 3, "seed": 5, "max_tokens": TOKENS}
+    asked = {"model": "smollm2-135m", "prompt": prompt, "n": 3, "seed": 5, "max_tokens": tokens}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
     )
@@ -102,15 +103,15 @@ def ask_all(url: str) -> list[Found]:
 def ask_a_crowd(url: str) -> list[Found]:
     """All at once: greedy ones, some drawn by a seed or kept to a format, and three of one prompt."""
     draw = random.Random(4)
-    asked = [tuple(draw.randrange(100, 40_000) for _ in range(100)) for _ in range(CROWD + 1)]
+    asked = [tuple(draw.randrange(100, 40_000) for _ in range(60)) for _ in range(CROWD + 1)]
 
     async def three() -> Found:
-        return await anyio.to_thread.run_sync(ask_for_three, url, asked[-1]), None
+        return await anyio.to_thread.run_sync(ask_for_three, url, asked[-1], 80), None
 
     async def work() -> list[Found]:
         with anyio.fail_after(200):
             several = (
-                partial(ask, url, asked[number], **{"max_tokens": 60, **(drawn(number) if number % 3 else {})})
+                partial(ask, url, asked[number], **{"max_tokens": 80, **(drawn(number) if number % 3 else {})})
                 for number in range(CROWD)
             )
             return await all_at_once([*several, three])
@@ -186,23 +187,29 @@ def alone(said_alone: tuple[list[Any], list[Any]]) -> list[Any]:
 
 
 @contextmanager
-def split(folder: Path, transport: str, *of_decode: str, **engine: Any) -> Iterator[tuple[Command, Command]]:
-    """P and D, which has met it. ``engine`` are settings of D alone."""
+def split(folder: Path, transport: str, **of_d: Any) -> Iterator[tuple[Command, Command]]:
+    """P and D, which has met it. ``of_d`` are settings of D alone."""
     where = f"unix:{folder / 'p'}"
     with ExitStack() as stack:
         p = stack.enter_context(serving("--role", "prefill", "--listen", where, "--kv-transport", transport))
         remote = ("--role", "decode", "--peer", where, "--kv-transport", transport, "--prefill-threshold", "1")
-        d = stack.enter_context(serving(*remote, *of_decode, **engine))
+        d = stack.enter_context(serving(*remote, **of_d))
         eventually(d, remote_peers=1)
         yield p, d
 
 
 @contextmanager
-def split_here(folder: Path, **engine: Any) -> Iterator[tuple[Reached, Reached]]:
+def split_here(folder: Path, transfer_deadline_s: float = 30, **engine: Any) -> Iterator[tuple[Reached, Reached]]:
     """The same with cores that are threads of this process."""
     where = f"unix:{folder / 'p'}"
     of_p = TransferConfig(role="prefill", listen=where, kv_transport="in_process")
-    of_d = TransferConfig(role="decode", peers=(where,), prefill_threshold=1, kv_transport="in_process")
+    of_d = TransferConfig(
+        role="decode",
+        peers=(where,),
+        prefill_threshold=1,
+        kv_transport="in_process",
+        transfer_deadline_s=transfer_deadline_s,
+    )
     with ExitStack() as stack:
         made = []
         for transfer, settings in ((of_p, {}), (of_d, engine)):
@@ -255,8 +262,7 @@ def hold(p: Reached, d: Reached, alone: list[Any]) -> None:
 def test_they_are_when_the_decode_engine_is_so_small_that_it_preempts(
     tmp_path: Path, said_alone: tuple[list[Any], list[Any]], where: str
 ) -> None:
-    both = split_here(tmp_path, **CROWDED) if where == "in_process" else split(tmp_path, where, **CROWDED)
-    with both as (p, d):
+    with split_here(tmp_path, **CROWDED) if where == "in_process" else split(tmp_path, where, **CROWDED) as (p, d):
         found = ask_a_crowd(d.url)
         assert [answer for answer, _ in found] == said_alone[1]
         assert [way for _, way in found] == ["done"] * CROWD + [None]
@@ -283,8 +289,7 @@ def test_they_are_when_the_prefill_engine_is_another_host_that_only_tcp_reaches(
 def test_when_the_prefill_engine_dies_or_hangs_the_answers_still_come_and_no_page_is_lost(
     transport: str, tmp_path: Path, alone: list[Any], how: signal.Signals
 ) -> None:
-    deadline = ("--transfer-deadline-s", "3", "--on-load-failure", "recompute")
-    with split(tmp_path, transport, *deadline) as (p, d):
+    with split(tmp_path, transport, transfer_deadline_s=3, on_load_failure="recompute") as (p, d):
         found: dict[int, Found] = {}
 
         async def work() -> None:
