@@ -43,8 +43,8 @@ TOKENS = 16
 SOME = range(0, len(LENGTHS), 2)
 """Prompts for those tests that need not ask them all."""
 CROWD = 5
-CROWDED: dict[str, Any] = {"kv_pages": 25, "max_model_len": 160, "transfer_deadline_s": 120}
-"""So many prompts of 60 tokens and one for three answers, of 80 tokens each: no three of them fit into this pool."""
+CROWDED: dict[str, Any] = {"kv_pages": 25, "transfer_deadline_s": 120}
+"""So many prompts of 60 tokens, each with an answer of 80: no three of them fit into this pool at once."""
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -75,9 +75,9 @@ async def ask(url: str, prompt: tuple[int, ...], **options: Any) -> Found:
         return tuple(result.token_ids), result.timing.remote_prefill
 
 
-def ask_for_three(url: str, prompt: tuple[int, ...], tokens: int = TOKENS) -> list[str]:
+def ask_for_three(url: str, prompt: tuple[int, ...]) -> list[str]:
     """Three answers to one prompt, over HTTP: the WebSocket gives one."""
-    asked = {"model": "smollm2-135m", "prompt": prompt, "n": 3, "seed": 5, "max_tokens": tokens}
+    asked = {"model": "smollm2-135m", "prompt": prompt, "n": 3, "seed": 5, "max_tokens": TOKENS}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
     )
@@ -106,7 +106,7 @@ def ask_a_crowd(url: str) -> list[Found]:
     asked = [tuple(draw.randrange(100, 40_000) for _ in range(60)) for _ in range(CROWD + 1)]
 
     async def three() -> Found:
-        return await anyio.to_thread.run_sync(ask_for_three, url, asked[-1], 80), None
+        return await anyio.to_thread.run_sync(ask_for_three, url, asked[-1]), None
 
     async def work() -> list[Found]:
         with anyio.fail_after(200):
