@@ -62,10 +62,10 @@ COUNTERS = {
     "remote_sent": ("remote_prefills", "Prompts that another engine was to compute."),
     "remote_landed": ("remote_prefills_landed", "Of these, those that it did."),
     "remote_bytes": ("remote_prefill_bytes", "Bytes of the KV cache that came from other engines."),
-    "remote_mismatches": ("remote_prefill_mismatches", "Connections to engines whose pages mean something else."),
+    "remote_mismatches": ("remote_prefill_mismatches", "Connections to engines with other pages or another key."),
     "prefills_done": ("peer_prefills", "Prompts that were computed for other engines."),
     "prefills_refused": ("peer_prefills_refused", "Prompts of other engines that were not computed."),
-    "prefills_mismatches": ("peer_prefill_mismatches", "Connections by engines whose pages mean something else."),
+    "prefills_mismatches": ("peer_prefill_mismatches", "Connections by engines with other pages or another key."),
     "prefills_expired": ("peer_prefills_expired", "Prompts of other engines that nobody asked for in time."),
     "engine_submitted": ("requests_submitted", "Requests that were taken in."),
 }

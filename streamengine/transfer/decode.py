@@ -197,7 +197,7 @@ class Decode:
             case Connected(peer, card, dialed=True):
                 self._peers[peer] = card
                 _logger.info("prefills go to %s, incarnation %s", peer, card.incarnation)
-            case Lost(peer, why, mismatch):
+            case Lost(peer, why, mismatch, dialed=True):
                 self._lose(peer, why, mismatch)
             case Received(peer, Prefilled(handle)):
                 self._take_in(peer, handle, now)

@@ -118,9 +118,9 @@ class Prefills:
             case Received(_, Release(transfer)):
                 if released := self._prompts.get(transfer):
                     self._give_up(released)
-            case Lost(peer, why, mismatch):
+            case Lost(peer, why, mismatch, dialed):
                 self._peers.discard(peer)
-                if mismatch:
+                if mismatch and not dialed:
                     self._counts["mismatches"] += 1
                     # The other one comes again and again, each time under a new name.
                     level = logging.DEBUG if why == self._mismatch else logging.ERROR

@@ -242,13 +242,14 @@ class Connected(msgspec.Struct, frozen=True):
 class Lost(msgspec.Struct, frozen=True):
     """``peer`` is not connected any more, or could not be connected to. Reads from it are still answered one by one.
 
-    ``mismatch``: the fingerprints differ, and ``why`` says in what, with both values. Told once for each connection,
-    and for each series of failed attempts that end in the same way.
+    ``mismatch``: the fingerprints differ, and ``why`` says in what, with both values; or the keys do. ``dialed`` as in
+    `Connected`. Told once for each connection, and for each series of failed attempts that end in the same way.
     """
 
     peer: Name
     why: str
     mismatch: bool = False
+    dialed: bool = True
 
 
 class Received(msgspec.Struct, frozen=True):

@@ -397,4 +397,4 @@ class Worker:
             peer.delay = min(2 * peer.delay, LAST_RETRY_S)
         if why != peer.told:
             peer.told = why
-            self._tell(Lost(peer.name, why, mismatch))
+            self._tell(Lost(peer.name, why, mismatch, dialed=peer.address is not None))

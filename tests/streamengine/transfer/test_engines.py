@@ -127,6 +127,22 @@ async def test_two_engines_compute_prompts_for_each_other(tmp_path: Path) -> Non
             assert (result.text, result.timing.remote_prefill) == (expected(f"{number}: {PROMPT}"), "done")
 
 
+async def test_strangers_are_no_lost_peers_of_an_engine_that_has_peers_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"unix:{tmp_path}/p"
+    role = TransferConfig(listen=address, peers=(f"unix:{tmp_path}/nobody",), peer_key="a secret")
+    async with opened(roomy(shared=True), transfer=role) as (engine, _):
+        async with await anyio.connect_unix(tmp_path / "p") as stranger:
+            await stranger.send(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                while True:
+                    await stranger.receive()
+        await until(lambda: "nobody" in caplog.text)
+        assert (await engine.statistics())["remote_mismatches"] == 0
+        assert "accepted" not in caplog.text
+
+
 async def test_on_load_failure_fail_reaches_the_client_with_the_reason(tmp_path: Path) -> None:
     role = TransferConfig(peers=(f"unix:{tmp_path}/p",), prefill_threshold=16, on_load_failure="fail")
     async with opened(roomy(shared=True), transfer=role) as (engine, _):
