@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled.bars import bar
 from compiled.draw import draw
 from compiled.sampling_batch import Edits, Kind, Part
 from compiled.step import Masks
@@ -19,9 +20,6 @@ from compiled.step import Masks
 ADDENDS = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
 """A byte of a bitmask → what is added to eight logits. On a CPU looking these up and adding them is eight times as
 fast as filling or choosing by a mask of booleans."""
-
-_SPARSE = 0.25
-"""Within a string a grammar bars few tokens. Up to this share of the bytes it is faster to look at those alone."""
 
 _LARGEST = 1e30
 """Stands for an infinite logit: divided by the smallest temperature it is still finite."""
@@ -89,26 +87,8 @@ class _Grammars:
         return rows[allowed == 0]
 
     def bar(self, logits_NV: Tensor) -> None:
-        """-inf for what grammars bar, in place. On a CPU that has just run the model, numpy takes half of torch's time;
-        where few words of a bitmask bar anything, as within a string, only these are looked at."""
-        (rows,) = (self.masks >= 0).nonzero()
-        logits = logits_NV.numpy()
-        vocabulary = logits.shape[1]
-        words = -(-vocabulary // 32)
-        bits = self.bits[self.masks[rows], : 4 * words]
-        barred = np.invert(bits).view(np.uint32)
-        if tail := vocabulary % 32:
-            barred[:, -1] &= (1 << tail) - 1
-        barred = barred.ravel()
-        (some,) = barred.nonzero()
-        if len(some) <= _SPARSE * len(barred):
-            (at,) = np.unpackbits(barred[some].view(np.uint8), bitorder="little").view(bool).nonzero()
-            first = rows[some // words] * vocabulary + some % words * 32
-            logits.reshape(-1)[first[at >> 5] + (at & 31)] = -np.inf
-        else:
-            added = ADDENDS.numpy().take(bits, axis=0, mode="clip").reshape(len(rows), -1)
-            with np.errstate(invalid="ignore"):  # an infinite one becomes NaN, see `_bar`
-                logits[rows if len(rows) < len(logits) else slice(None)] += added[:, :vocabulary]
+        """In place."""
+        bar(logits_NV.numpy(), self.masks, self.bits)
 
     def bars(self, vocabulary: int) -> Tensor:
         masks, bits = torch.from_numpy(self.masks), torch.tensor(self.bits)
