@@ -1,13 +1,13 @@
 """What grammars bar, in logits in the CPU's memory: a bitmask's zeros become -inf."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from compiled.native import load_library
+from compiled.native import FLAGS, load_library
 
 _SOURCES = (Path(__file__).with_suffix(".cpp"),)
 
@@ -15,13 +15,13 @@ _kernel: Callable[..., None] | None = None
 
 
 @cache
-def load_kernel(folder: Path | None = None) -> None:
+def load_kernel(folder: Path | None = None, flags: Sequence[str] = FLAGS) -> None:
     """Let `bar` be the machine's own code, compiled first if ``folder`` does not have it (see `compiled.native`).
 
     Raises `compiled.native.KernelUnavailable`.
     """
     global _kernel
-    _kernel = load_library(_SOURCES, folder).bar
+    _kernel = load_library(_SOURCES, folder, flags=flags).bar
     _kernel.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
     _kernel.restype = None
 

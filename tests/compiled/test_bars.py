@@ -1,5 +1,7 @@
 """Bitmasks on logits: the kernel does what plain numpy does, on any number of rows and of tokens."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,10 @@ from compiled import bars
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kernel() -> None:
-    bars.load_kernel()
+def kernel() -> None:
+    """``make asan`` has it built with other flags."""
+    flags = os.environ.get("KERNEL_FLAGS")
+    bars.load_kernel(flags=tuple(flags.split())) if flags else bars.load_kernel()
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 45, 96, 300])
