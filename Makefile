@@ -127,7 +127,7 @@ test-models: $(VENV)/.dev $(VENV)/.model
 asan: $(VENV)/.dev
 	XDG_CACHE_HOME=$(CURDIR)/build/asan LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	KERNEL_FLAGS='-O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all' \
-	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py
+	$(RUN) pytest -q --capture=no --timeout=600 tests/compiled/test_attention.py tests/compiled/test_linear.py tests/compiled/test_bars.py
 
 profile: $(VENV)/.installed $(if $(filter smollm2-135m,$(MODEL)),$(VENV)/.model)
 	@$(RUN) profiles.scenarios.decode --model '$(MODEL)'

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from compiled import bars
 from compiled.artifacts import Cache, Factors
 from compiled.attention.base import AttentionSpec
 from compiled.facts import spec_of
 from compiled.inductor import Generated
-from compiled.linear.op import load_kernel
+from compiled.linear import op as linear
 from compiled.native import KernelUnavailable
 from compiled.parameters import read_directly
 from compiled.program import Forward, PlannedAttention, bind
@@ -136,7 +137,7 @@ def build_compiled(
         found = cache.load(name, factors)
     generated: Mapping[str, Generated] | None = {}
     if found is not None:
-        _load_kernel(where)
+        _load_kernels(where)
         recipe, functions, module = found.recipe, found.pieces, None
         weights = _load(folder, dtype, recipe, report, timed)
         about = _about(recipe, found.generated, found.generated.keys(), None)
@@ -213,7 +214,7 @@ def compile_only(
     from compiled import cold, pieces  # as below
 
     pieces.check_compiler(where)
-    _load_kernel(where)
+    _load_kernels(where)
     described = cold.describe(folder, dtype, max_model_len)
     recipe, compiled = cold.compile_model(described, cache, report, Stopwatch(), fused=FAST.fuse, where=where)
     keep(cache, name, Fresh(factors, recipe, None if compiled.homebound else compiled.generated, None), None)
@@ -258,7 +259,7 @@ def _compile(
 ) -> "tuple[Recipe, Compiled, MutableMapping[str, Tensor], nn.Module]":
     """The checkpoint is read while the code is traced and compiled."""
     with ThreadPoolExecutor(2, "streamengine-read") as reader:
-        kernel = reader.submit(_load_kernel, where)
+        kernel = reader.submit(_load_kernels, where)
         with timed("compiler"):
             # transformers and torch's compiler are slow to import, and what was saved does without them.
             from compiled import cold, pieces
@@ -289,14 +290,15 @@ def _load(
     return weights
 
 
-def _load_kernel(where: torch.device) -> None:
-    """The CPU's linear layers; a GPU has its own."""
+def _load_kernels(where: torch.device) -> None:
+    """Those of the CPU; a GPU has its own."""
     if where.type != "cpu":
         return
     try:
-        load_kernel(cache_folder() / "kernels")
+        linear.load_kernel(cache_folder() / "kernels")
+        bars.load_kernel(cache_folder() / "kernels")
     except KernelUnavailable as error:
-        raise LoadError(f"compiled models need the kernel of linear layers: {error}; use --eager") from error
+        raise LoadError(f"compiled models need the kernels of the CPU: {error}; use --eager") from error
 
 
 def _spec(facts: ModelFacts, folder: Path, name: str, dtype: torch.dtype, max_model_len: int | None) -> ModelSpec:

@@ -38,6 +38,13 @@ def measure_ceilings(dtype: str, device: torch.device = torch.device("cpu")) -> 
     return {"read_gb_s": read / 1e9, "multiply_gflop_s": multiply / 1e9}
 
 
+def plain_read(size: int, device: torch.device = torch.device("cpu")) -> Callable[[], float]:  # noqa: B008
+    """Reads ``size`` bytes whenever it is called, and returns the seconds that took. What is read in between should be
+    more than the device's caches hold."""
+    memory = torch.ones(-(-size // 4), dtype=torch.float32, device=device)
+    return partial(_seconds, memory.sum, device)
+
+
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     clock = clock_of(device)
     if device.type == "cuda":

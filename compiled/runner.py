@@ -33,7 +33,7 @@ from compiled.build import (
     factors_of,
     keep,
 )
-from compiled.ceilings import measure_ceilings
+from compiled.ceilings import measure_ceilings, plain_read
 from compiled.choices import RunnerOptions, pick_attention, pick_device, pick_dtype, pick_kv_dtype
 from compiled.compilations import Watch
 from compiled.device import Device
@@ -155,6 +155,10 @@ class CpuRunner:
     def ceilings(self) -> dict[str, float]:
         """See `compiled.timeline.Profiled`."""
         return measure_ceilings(self.model.dtype)
+
+    def plain_read(self, size: int) -> Callable[[], float]:
+        """See `compiled.timeline.Profiled`."""
+        return plain_read(size)
 
     def _execute(self, step: Step, stages: Stages) -> tuple[Batch, list[int], Sequence[Logprob | None]]:
         """The tokens that were sampled, and what is reported of all logit rows, or nothing of any."""

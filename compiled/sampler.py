@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled.bars import bar
 from compiled.draw import draw
 from compiled.sampling_batch import Edits, Kind, Part
 from compiled.step import Masks
@@ -29,7 +30,7 @@ def sample(logits_RV: Tensor, parts: Sequence[Part], masks: Masks | None = None)
 
     ``logits_RV`` is only read. Where a row has no usable logit, all ids that it may give are equal.
     """
-    bits_MB = None if masks is None else torch.frombuffer(masks.wait(), dtype=torch.uint8).view(-1, 4 * masks.words)
+    bits_MB = None if masks is None else np.frombuffer(masks.wait(), np.uint8).reshape(-1, 4 * masks.words)
     tokens = np.empty(len(logits_RV), np.int64)
     broken = 0
     for part in parts:
@@ -58,9 +59,8 @@ def _edited(logits_RV: Tensor, part: Part) -> Tensor:
     """The same, edited but for what grammars bar; memory of its own where it is to be written to."""
     if part.edits is None:
         return _raw(logits_RV, part)
-    lists = part.edits.lists
-    logits_NV = _raw(logits_RV, part, copy=lists or part.kind is not Kind.GREEDY)
-    return edit(logits_NV, part.edits) if lists else logits_NV
+    logits_NV = _raw(logits_RV, part, copy=part.edits.lists)
+    return edit(logits_NV, part.edits) if part.edits.lists else logits_NV
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class _Grammars:
     -1."""
 
     masks: np.ndarray
-    bits: Tensor
+    bits: np.ndarray
 
     @classmethod
-    def of(cls, part: Part, bits_MB: Tensor | None) -> "_Grammars | None":
+    def of(cls, part: Part, bits_MB: np.ndarray | None) -> "_Grammars | None":
         masks = None if part.edits is None else part.edits.masks
         return None if masks is None or bits_MB is None else cls(masks, bits_MB)
 
@@ -83,29 +83,26 @@ class _Grammars:
         """Which rows may not give their token."""
         (rows,) = (self.masks >= 0).nonzero()
         tokens = tokens[rows]
-        allowed = self.bits.numpy()[self.masks[rows], tokens >> 3] >> (tokens & 7) & 1
+        allowed = self.bits[self.masks[rows], tokens >> 3] >> (tokens & 7) & 1
         return rows[allowed == 0]
 
     def bar(self, logits_NV: Tensor) -> None:
-        """Add `bars` in place. On a CPU that has just run the model, numpy takes half of torch's time."""
-        (rows,) = (self.masks >= 0).nonzero()
-        added = ADDENDS.numpy().take(self.bits.numpy()[self.masks[rows]], axis=0, mode="clip").reshape(len(rows), -1)
-        logits = logits_NV.numpy()
-        with np.errstate(invalid="ignore"):  # an infinite one becomes NaN, see `_bar`
-            logits[rows if len(rows) < len(logits) else slice(None)] += added[:, : logits.shape[1]]
+        """In place."""
+        bar(logits_NV.numpy(), self.masks, self.bits)
 
     def bars(self, vocabulary: int) -> Tensor:
-        masks = self.masks
-        return bars(torch.from_numpy(masks), self.bits, ADDENDS, vocabulary, partial=bool(masks.min() < 0))
+        masks, bits = torch.from_numpy(self.masks), torch.tensor(self.bits)
+        return bars(masks, bits, ADDENDS, vocabulary, partial=bool(self.masks.min() < 0))
 
 
 def _choose(logits_NV: Tensor, part: Part, grammars: _Grammars | None = None) -> np.ndarray | None:
     """Tokens, or None where a row has no finite maximum."""
     if part.kind is Kind.GREEDY:
         return _highest(logits_NV, grammars)
+    scaled_NV = logits_NV / torch.from_numpy(part.temperature).float()[:, None]
     if grammars is not None:
-        grammars.bar(logits_NV)
-    probs_NV = (logits_NV / torch.from_numpy(part.temperature).float()[:, None]).softmax(dim=-1)
+        grammars.bar(scaled_NV)
+    probs_NV = scaled_NV.softmax(dim=-1)
     return None if bool(probs_NV[:, 0].isnan().any()) else draw(probs_NV, part).numpy()
 
 

@@ -51,10 +51,10 @@ class Edits:
     frequency penalties. ``masks`` [N] are rows of the step's grammar bitmask, -1 where there is none.
     """
 
-    allowed: Entries | None
-    barred: Entries | None
-    bias: Entries | None
-    seen: Entries | None
+    allowed: Entries | None = None
+    barred: Entries | None = None
+    bias: Entries | None = None
+    seen: Entries | None = None
     masks: np.ndarray | None = None
 
     @property
@@ -93,9 +93,8 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None =
         options[:5] = np.fromiter(chain.from_iterable(map(_OPTIONS, samplings)), np.float64).reshape(-1, 5).T
         kinds = _kinds(*options[:5])
         options[5] = uniform(np.fromiter(map(attrgetter("seed"), samplings), np.int64), draw_at)
-    edited = np.fromiter(map(attrgetter("edits"), samplings), bool)
-    if masks is not None:
-        edited |= masks >= 0
+    listed = np.fromiter(map(attrgetter("edits"), samplings), bool)
+    edited = listed if masks is None else listed | (masks >= 0)
     parts = []
     alike = 2 * kinds + edited
     for kind in sorted(set(alike.tolist())):
@@ -104,8 +103,10 @@ def prepare(rows: Sequence[Row], draw_at: np.ndarray, masks: np.ndarray | None =
             few = members[start : start + ROWS_AT_ONCE]
             edits = None
             if kind % 2:
-                barring = np.full(len(few), -1) if masks is None else masks[few]
-                edits = _edits([rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist(), barring)
+                edits = Edits(masks=None if masks is None or masks[few].max() < 0 else masks[few])
+                if listed[few].any():
+                    of_few = [rows[i] for i in few], [samplings[i] for i in few], draw_at[few].tolist()
+                    edits = _listed(*of_few, edits.masks)
             parts.append(Part(Kind(kind // 2), few, edits, *options[:, few]))
     return tuple(parts)
 
@@ -117,7 +118,9 @@ def _kinds(
     return np.where(temperature == 0, Kind.GREEDY, np.where(cut, Kind.CUT, Kind.WHOLE))
 
 
-def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence[int], masks: np.ndarray) -> Edits:
+def _listed(
+    rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence[int], masks: np.ndarray | None
+) -> Edits:
     """``lengths[i]`` tokens precede the one that row i gives."""
     biases = [s.logit_bias for s in samplings]
     return Edits(
@@ -125,7 +128,7 @@ def _edits(rows: Sequence[Row], samplings: Sequence[Sampling], lengths: Sequence
         barred=_entries([_barred(*row) for row in zip(rows, samplings, lengths, strict=True)]),
         bias=_entries([[token for token, _ in bias] for bias in biases], [addend for _, addend in chain(*biases)]),
         seen=_seen(rows, samplings, lengths),
-        masks=masks if masks.max() >= 0 else None,
+        masks=masks,
     )
 
 

@@ -4,7 +4,7 @@ Frozen values, standard library only, like `compiled.step`. Seconds are wall-clo
 their step; on a GPU they are those between events.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -99,4 +99,8 @@ class Profiled(Protocol):
     def ceilings(self) -> Mapping[str, float]:
         """What the device can do at best, measured now, which takes about a second: ``read_gb_s`` from its memory and
         ``multiply_gflop_s`` in the model's dtype."""
+        ...
+
+    def plain_read(self, size: int) -> Callable[[], float]:
+        """What reads ``size`` bytes of the device's memory, as fast as it can, and returns the seconds."""
         ...

@@ -27,7 +27,7 @@ from compiled import batch as batches
 from compiled import rehearsal, selfcheck
 from compiled.answers import answer, logit_rows
 from compiled.attention.base import AttentionSpec
-from compiled.ceilings import measure_ceilings
+from compiled.ceilings import measure_ceilings, plain_read
 from compiled.device import Device
 from compiled.gpu.meter import Meter
 from compiled.gpu.passes import STAGES, Passes, Way
@@ -193,6 +193,10 @@ class GpuRunner:
         """See `compiled.timeline.Profiled`. Waits for the steps in flight."""
         self._synchronize()
         return measure_ceilings(self.model.dtype, self.device.torch)
+
+    def plain_read(self, size: int) -> Callable[[], float]:
+        """See `compiled.timeline.Profiled`."""
+        return plain_read(size, self.device.torch)
 
     def _synchronize(self) -> None:
         with torch.inference_mode():

@@ -1,8 +1,8 @@
 """How long steps take, how far that is from what the machine can do, and what of it is not the model.
 
-A decoding step must read every weight once, and a prompt must multiply by every weight once per token; so
-decode is held against the memory bandwidth and prefill against the matrix product, both measured here, on
-the same device and threads, right before. Each figure is the median of several runs.
+A decoding step must read every weight once, and a prompt must multiply by every weight once per token; so decode is
+held against a plain read of as many bytes, in turns with its steps, and prefill against the matrix product, measured
+right before; both on the same device and threads. Each figure is the median of several runs.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from streamengine.link import Progress
 DECODE_BATCHES = (1, 8, 32)
 PREFILL_TOKENS = (128, 512, 2048)
 CONTEXT = 128
-REPEATS = 7
+REPEATS = 9
 PARTS = ("host", "sample")
 """What a runner counts apart from the forward pass."""
 
@@ -43,13 +43,13 @@ def measure(config: EngineConfig, report: Callable[[Progress], None], show: Call
         "threads": facts["threads"],
         "read_bytes": weights,
         "ceilings": ceilings,
-        "decode": [_decode(runner, batch, weights, ceilings["read_gb_s"]) for batch in DECODE_BATCHES],
+        "decode": [_decode(runner, batch, weights) for batch in DECODE_BATCHES],
         "prefill": [_prefill(runner, tokens, facts["flop_per_token"], ceilings) for tokens in PREFILL_TOKENS],
     }
     for row in result["decode"]:
         show(
             f"decode    batch {row['batch']:>4}  {row['ms']:8.1f} ms a step  {row['tokens_per_s']:8.1f} tokens/s  "
-            f"{row['percent_of_read']:5.1f} % of the read ceiling  "
+            f"{row['percent_of_read']:5.1f} % of a plain read of its weights ({row['read_ms']:.1f} ms)  "
             f"host {row['host_us']:5.0f} µs, sampler {row['sample_us']:5.0f} µs"
         )
     for row in result["prefill"]:
@@ -70,17 +70,20 @@ def _pages(runner: Runner, tokens: int) -> int:
     return -(-tokens // runner.kv.page_size)
 
 
-def _decode(runner: Runner, batch: int, weights: float, read_gb_s: float) -> dict[str, float]:
+def _decode(runner: Any, batch: int, weights: float) -> dict[str, float]:
     pages = _pages(runner, CONTEXT + 1)
     rows = tuple(
         Row(i, (1,), CONTEXT, tuple(range(1 + i * pages, 1 + (i + 1) * pages)), Sampling()) for i in range(batch)
     )
-    seconds, beside = _median(runner, Step(0, rows))
+    read: list[float] = []
+    plain = runner.plain_read(int(weights))
+    seconds, beside = _median(runner, Step(0, rows), lambda: read.append(plain()))
     return {
         "batch": batch,
         "ms": seconds * 1e3,
         "tokens_per_s": batch / seconds,
-        "percent_of_read": 100 * weights / seconds / (read_gb_s * 1e9),
+        "read_ms": statistics.median(read) * 1e3,
+        "percent_of_read": 100 * statistics.median(read) / seconds,
         **beside,
     }
 
@@ -98,11 +101,13 @@ def _prefill(runner: Runner, tokens: int, flop_per_token: float, ceilings: dict[
     }
 
 
-def _median(runner: Runner, step: Step) -> tuple[float, dict[str, float]]:
-    """Seconds of ``step``, and the microseconds of its parts outside of the model's pieces and attention."""
+def _median(runner: Runner, step: Step, between: Callable[[], object] = lambda: None) -> tuple[float, dict[str, float]]:
+    """Seconds of ``step``, and the microseconds of its parts outside of the model's pieces and attention. ``between``
+    is called before each run."""
     runner.submit(step).wait()
     runs = []
     for _ in range(REPEATS):
+        between()
         before = runner.statistics()
         started = time.perf_counter()
         runner.submit(step).wait()

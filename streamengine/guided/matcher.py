@@ -59,6 +59,7 @@ class Vocabulary:
         self._end = np.zeros(32 * self.words, np.uint8)
         self._end[tokenizer.eos_tokens or [0]] = 1
         self._end = np.packbits(self._end, bitorder="little").view(np.int32)
+        self._no_end = ~self._end
         self._executor = LLExecutor(num_threads=1)
 
     @classmethod
@@ -118,15 +119,17 @@ class Vocabulary:
         A grammar that has become too complex shows in `Matcher.error`; its row then holds an end that is none.
         """
         rows, words = bitmask.shape
+        at, size = bitmask.ctypes.data, words * 4
+        now = time.thread_time()
         for matcher, row, drafts in places:
-            with matcher.timed():
-                if drafts:
-                    place = [(matcher.engine, row, list(drafts))]
-                    self._executor.unsafe_compute_mask_ptr_with_draft_token(place, bitmask.ctypes.data, words * 4, rows)
-                else:
-                    matcher.engine.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, words * 4)
+            if drafts:
+                place = [(matcher.engine, row, list(drafts))]
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(place, at, size, rows)
+            else:
+                matcher.engine.unsafe_compute_mask_ptr(at + row * size, size)
+            now = matcher.took(now)
         # The engine that fails while it computes a mask offers an end, and may not even say that it has failed.
-        ends: NDArray[np.bool_] = np.logical_not(np.any(bitmask & ~self._end, axis=1))
+        ends: NDArray[np.bool_] = np.logical_not((bitmask & self._no_end).any(axis=1))
         if ends.any():
             for matcher, row, drafts in places:
                 for i in ends[row : row + 1 + len(drafts)].nonzero()[0]:
@@ -163,14 +166,20 @@ class Matcher:
         """Nothing that was made of this grammar is to be trusted from now on."""
         self._origin.failure = self._origin.failure or reason
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """One call of the engine, all others wait for it: CPU time, which does not count what others take."""
-        started = time.thread_time()
-        yield
-        self._debt_s += time.thread_time() - started
+    def took(self, since: float) -> float:
+        """A call of the engine that began at ``since``, by this thread's clock, which does not count what others take.
+        All others wait for it. Returns the time now."""
+        now = time.thread_time()
+        self._debt_s += now - since
         if self._debt_s > BURST_S:
             self.fail(f"its tokens take more than {TOKEN_S} s each, and {BURST_S} s together")
+        return now
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self.took(started)
 
     def advance(self, token: int) -> bool:
         """Take ``token``; False if the grammar does not allow it (`error` says why), for good."""

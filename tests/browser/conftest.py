@@ -1,6 +1,6 @@
 """A headless Chromium for this folder's tests, or a skip that says what is missing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +30,15 @@ def complaints() -> Iterator[list[str]]:
     complaints: list[str] = []
     yield complaints
     assert complaints == []
+
+
+@pytest.fixture
+def watched(complaints: list[str]) -> Callable[[Any], Any]:
+    """Lets a tab's errors and warnings be complaints. What else a console is told is Chromium's talk to developers."""
+
+    def watch(tab: Any) -> Any:
+        tab.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        return tab
+
+    return watch

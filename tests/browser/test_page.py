@@ -3,7 +3,7 @@
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,11 @@ def site(runner: FakeRunner) -> Iterator[Served]:
 
 
 @pytest.fixture
-def tab(browser: Any, complaints: list[str]) -> Iterator[Any]:
+def tab(browser: Any, watched: Callable[[Any], Any]) -> Iterator[Any]:
     """Empty, in a profile of its own."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
-    tab = context.new_page()
+    tab = watched(context.new_page())
     tab.set_default_timeout(PATIENCE_S * 1000)
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
     yield tab
     context.close()
 

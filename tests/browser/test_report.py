@@ -1,6 +1,6 @@
 """The report of a profile, opened from disk in a real browser."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=
 
 
 @pytest.fixture
-def tab(browser: Any, complaints: list[str]) -> Iterator[Any]:
+def tab(browser: Any, watched: Callable[[Any], Any], complaints: list[str]) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1280, "height": 800})
-    tab = context.new_page()
+    tab = watched(context.new_page())
     tab.set_default_timeout(20_000)
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
     tab.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
     yield tab
     context.close()
@@ -160,10 +158,10 @@ def test_a_profile_without_pieces_roofs_or_timeline_is_shown_as_far_as_it_goes(t
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_the_screen_and_has_the_colours_that_are_wished(
-    browser: Any, complaints: list[str], tmp_path: Path, width: int, scheme: str
+    browser: Any, watched: Callable[[Any], Any], tmp_path: Path, width: int, scheme: str
 ) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    tab = show(context.new_page(), tmp_path, profile())
+    tab = show(watched(context.new_page()), tmp_path, profile())
     tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     brightness = tab.evaluate("parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")

@@ -22,7 +22,7 @@ from compiled.probe import probe
 from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.split import Split
 from compiled.step import LoadError, Row, Sampling, Step
-from tests.compiled import architectures
+from tests.compiled import architectures, caches
 
 TABLE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 KINDS = architectures.causal_types()
@@ -183,6 +183,7 @@ def interpreter(graph: GraphModule) -> Call:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)  # sixteen seconds on an idle machine
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", served())
 def test_an_architecture_is_one_graph_that_falls_into_pieces(
@@ -195,7 +196,7 @@ def test_an_architecture_is_one_graph_that_falls_into_pieces(
         return Compiled(functions, homebound=functions)
 
     monkeypatch.setattr("compiled.cold.compile_pieces", interpreted)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches.apart(tmp_path / "cache")))
     folder = tmp_path / "model"
     model = write(kind, folder)
     assert model is not None

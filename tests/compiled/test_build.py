@@ -1,7 +1,6 @@
 """From a model's folder to a forward pass: what is done at once, what is found again, and that all ways are equal."""
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,8 +18,7 @@ from compiled.parameters import read_directly
 from compiled.recipe import Held
 from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
-from compiled.weights import cache_folder
-from tests.compiled import tiny
+from tests.compiled import caches, tiny
 from tests.compiled.test_unroll import MODELS
 
 OPTIONS: dict[str, Any] = {
@@ -33,7 +31,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Of these tests, but with the kernels that this machine has."""
     home = tmp_path_factory.getbasetemp() / "cache"
     if not home.exists():
-        shutil.copytree(cache_folder() / "kernels", home / "streamengine" / "kernels")
+        caches.apart(home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
 
 

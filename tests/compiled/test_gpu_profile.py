@@ -201,10 +201,10 @@ def test_ceilings_are_measured_between_two_steps_in_flight(runner: GpuRunner) ->
 
     def ask(number: int) -> None:
         if number == 3:
-            found.update(runner.ceilings())
+            found.update(runner.ceilings(), read_s=runner.plain_read(1000)())
 
     assert answer(runner, 6, ask) == expected
-    assert found.keys() == {"read_gb_s", "multiply_gflop_s"}
+    assert found.keys() == {"read_gb_s", "multiply_gflop_s", "read_s"}
     assert all(value > 0 for value in found.values())
 
 

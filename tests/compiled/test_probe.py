@@ -12,6 +12,7 @@ from compiled.attention.base import AttentionSpec
 from compiled.probe import probe
 from compiled.runner import LocalRunner, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
+from tests.compiled import caches
 from tests.compiled.test_architectures import TOKENS, TOLERANCE, error_of, options, write
 
 LONGROPE = {
@@ -123,7 +124,7 @@ def test_experts_are_read_from_the_names_that_published_checkpoints_have(kind: s
 def test_experts_sinks_and_sizes_that_differ_are_compiled(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches.apart(tmp_path / "cache")))
     folder = tmp_path / "model"
     write(kind, folder)
     step = Step(0, (Row(0, TOKENS, 0, (7, 2, 30, 11, 5), Sampling(), targets=TOKENS),))

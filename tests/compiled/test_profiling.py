@@ -18,7 +18,7 @@ from compiled.runner import CpuRunner, RunnerOptions, build_runner
 from compiled.step import Row, Sampling, Step, StepResult
 from compiled.timeline import Measure, Window
 from compiled.weights import cache_folder
-from tests.compiled import tiny
+from tests.compiled import caches, tiny
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 3, 64, 112, 4, 2, 16
 BATCH = 3
@@ -27,10 +27,8 @@ BATCH = 3
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of this module, but with the kernels that this machine has."""
-    home = tmp_path_factory.mktemp("cache")
-    shutil.copytree(cache_folder() / "kernels", home / "streamengine" / "kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
+        patch.setenv("XDG_CACHE_HOME", str(caches.apart(tmp_path_factory.mktemp("cache"))))
         yield
 
 
@@ -225,7 +223,7 @@ def calls(runner: CpuRunner) -> list[Run]:
 def test_an_entry_that_says_nothing_of_its_making_is_used_and_told_as_unknown(
     model: Path, cold: CpuRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(cache_folder(), tmp_path / "streamengine")
+    shutil.copytree(cache_folder(), tmp_path / "streamengine", symlinks=True)
     for manifest in (tmp_path / "streamengine" / "compiled").glob("piece-*/manifest.json"):
         told = json.loads(manifest.read_text())
         del told["files"]["making.json"]

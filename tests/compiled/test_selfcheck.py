@@ -15,7 +15,7 @@ from compiled.compilations import Watch
 from compiled.recipe import Parameter, Recipe, Run
 from compiled.runner import LocalRunner, RunnerOptions, build_runner
 from compiled.step import LoadError, Row, Sampling, Step
-from tests.compiled import tiny
+from tests.compiled import caches, tiny
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that has the model's pieces, so that not every test compiles them."""
-    return tmp_path_factory.mktemp("cache")
+    return caches.apart(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -116,6 +116,9 @@ def test_steps_are_held_against_the_ceilings(monkeypatch):
         def ceilings(self):
             return {"read_gb_s": 1.0, "multiply_gflop_s": 1.0}
 
+        def plain_read(self, size):
+            return lambda: size / 1e9
+
     monkeypatch.setattr(steps, "build_runner", lambda config, report: Idle(fake_kv(400, 16)))
     lines, result = measured("steps")
     assert [row["batch"] for row in result["decode"]] == [1, 8, 32]
@@ -123,6 +126,9 @@ def test_steps_are_held_against_the_ceilings(monkeypatch):
     assert [(round(row["host_us"]), round(row["sample_us"])) for row in result["decode"]] == [
         (1000 * rows, 2000 * rows) for rows in (1, 8, 32)
     ]
+    for row in result["decode"]:
+        assert row["read_ms"] == 1
+        assert row["percent_of_read"] == pytest.approx(100 * row["read_ms"] / row["ms"])
     assert len(lines) == 7
 
 

