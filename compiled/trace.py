@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compiled.model import forward
 from compiled.recipe import Fed, Parameter, Source
@@ -50,6 +51,8 @@ def trace(module: nn.Module) -> Traced:
         graphs.append(graph)
         if len(results := next(iter(reversed(graph.graph.nodes))).args[0]) != 1:
             raise ValueError(f"it has {len(results) - 1} results beside its logits")
+        if found := next(filter(_is_read, graph.graph.nodes), None):
+            raise ValueError(f"sizes in it depend on numbers that are in tensors ({found.name})")
 
         def called(*values: Any) -> tuple[Tensor]:
             arguments.extend(values)
@@ -69,13 +72,20 @@ def trace(module: nn.Module) -> Traced:
             warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
             torch.compile(run, backend=capture, fullgraph=True)(**inputs)
     except Exception as error:  # Dynamo raises a dozen kinds, and whatever the model's code raises
-        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        cause = getattr(error, "inner_exception", None) or error.__cause__ or error  # `capture` raised it, or a model
+        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
         raise LoadError(f"{type(module).__name__} is no single graph and needs --eager: {reason}") from error
     torch._dynamo.reset_code(run.__code__)
     (graph,) = graphs
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, arguments, strict=True))
     return Traced(graph, _held(module, values) | _fed(values, inputs))
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether it is a number that is in a tensor, or has a size that is one."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.SymInt | Tensor) and bool(free_unbacked_symbols(value))
 
 
 def _held(module: nn.Module, values: dict[fx.Node, Any]) -> dict[str, tuple[str, Source]]:

@@ -31,7 +31,7 @@ REQUIRED = {
     *("gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "granite", "granitemoe", "smollm3", "gpt_neox"),
     *("gpt2", "opt", "starcoder2", "cohere2", "glm4", "exaone4", "seed_oss", "gpt_oss", "deepseek_v3"),
 }
-NO_GRAPH = {"ctrl", "dbrx", "longcat_flash"}
+NO_GRAPH = {"ctrl", "dbrx", "jetmoe", "longcat_flash"}
 """Served with ``--eager`` only: their code looks at numbers on its way."""
 
 LENGTH = 20

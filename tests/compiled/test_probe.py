@@ -118,6 +118,12 @@ def test_experts_are_read_from_the_names_that_published_checkpoints_have(kind: s
     assert error_of(build(tmp_path), model) < TOLERANCE
 
 
+def test_a_model_whose_sizes_depend_on_what_is_in_tensors_needs_eager(tmp_path: Path) -> None:
+    write("jetmoe", tmp_path)  # how many tokens each expert gets
+    with pytest.raises(LoadError, match=r"JetMoe.* needs --eager: sizes in it depend on numbers that are in tensors"):
+        build(tmp_path, eager=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3", "gemma4_text"])
