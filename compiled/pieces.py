@@ -57,6 +57,9 @@ def compile_pieces(parts: Split, cache: Cache, report: Callable[[str, float, flo
             except NotPortable as reason:
                 log.warning("%s is compiled at each start: %s", piece.name, reason)
                 compiled.homebound[piece.key] = compiled.functions[piece.key] = _compile_at_home(piece.graph)
+            except Exception as error:  # Inductor raises whatever it trips over in a model's code
+                line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise LoadError(f"{piece.name} cannot be compiled: {line}; use --eager, and report this") from error
     report("compile", len(parts.unique), len(parts.unique) + 1)
     compiled.generated.update(inductor.build(written, cache.workshop))
     compiled.functions.update({key: inductor.load(one, cache.triton) for key, one in compiled.generated.items()})

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from compiled import build, cold, pieces
+from compiled import build, cold, inductor, pieces
 from compiled.build import BuildOptions
 from compiled.parameters import read_directly
 from compiled.recipe import Held
@@ -76,6 +76,15 @@ def test_the_checkpoint_is_read_while_the_code_is_compiled(tmp_path: Path, monke
     monkeypatch.setattr(cold, "compile_pieces", compile_pieces)
     run(tiny.make(tmp_path, "llama", rms_norm_eps=2e-5))
     assert began.is_set()
+
+
+def test_what_inductor_trips_over_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trip(*_: Any) -> Any:
+        raise RuntimeError("Pending unbacked symbols\nfor more help")
+
+    monkeypatch.setattr(inductor, "write", trip)
+    with pytest.raises(LoadError, match=r"^\S.* cannot be compiled: Pending unbacked symbols; use --eager"):
+        run(tiny.make(tmp_path, "llama", rms_norm_eps=3e-5))
 
 
 def test_a_second_start_needs_neither_transformers_nor_a_compiler(tmp_path: Path) -> None:
