@@ -28,7 +28,7 @@ help:
 	@echo "make test       the test suite without what takes minutes"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-ray   the tests of replicas on Ray Serve, in .ray/ and a network namespace of their own"
-	@echo "make test-models  every architecture that is served is traced and cut: a quarter of an hour"
+	@echo "make test-models  every architecture that is served is traced and cut: five minutes"
 	@echo "make asan       the C++ kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make soak       200 clients, most of them rude, for $(SECONDS) seconds  (SECONDS=)"
 	@echo "make profile    what each compiled piece of $(MODEL) costs while it decodes: the path of a report  (MODEL=)"

@@ -183,7 +183,7 @@ def interpreter(graph: GraphModule) -> Call:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)  # sixteen seconds on an idle machine
+@pytest.mark.timeout(900)  # seconds on an idle machine
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", served())
 def test_an_architecture_is_one_graph_that_falls_into_pieces(
