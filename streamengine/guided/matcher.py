@@ -268,5 +268,8 @@ def _reason(engine: LLMatcher, grammar: Grammar | None = None) -> str:
     if grammar is not None and grammar.kind == "json_schema" and (keys := _UNSUPPORTED.search(lines[0])):
         refused = _NAME.findall(keys.group(1))
         return f"{', '.join(refused)} cannot be enforced, at {', '.join(places_of(grammar.text, refused))}"
+    if grammar is not None and grammar.kind == "json_schema" and lines[0].startswith("oneOf constraints"):
+        why = "oneOf cannot be enforced where its branches do not provably exclude each other"
+        return f"{why}, at {', '.join(places_of(grammar.text, ['oneOf']))}"
     error = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0]} {error}".strip()

@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}),
+    "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "minContains": (0,),
@@ -53,6 +54,8 @@ _CLAMPS: dict[str, Callable[[float], float]] = {
     "exclusiveMaximum": lambda bound: min(bound, MOST),
 }
 """Bounds → as far as the engine counts."""
+
+_COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties"))
 
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u|\x7f")
 _PRINTABLE_ESCAPES = 'nrbtf\\"'
@@ -96,7 +99,9 @@ class _Normal:
         if not isinstance(schema, dict):
             return schema
         normal = {
-            key: mapped(key, value, self.change) for key, value in schema.items() if _says_something(key, value, schema)
+            key: _whole(value) if key in _COUNTS else mapped(key, value, self.change)
+            for key, value in schema.items()
+            if _says_something(key, value, schema)
         }
         if "oneOf" in normal:
             # The engine proves that branches exclude each other only where it merges them with a sibling.
@@ -104,6 +109,11 @@ class _Normal:
         if self._strict:
             _narrow(normal)
         return normal
+
+
+def _whole(count: Any) -> Any:
+    """``2.0`` is a count as well, but not to the engine."""
+    return int(count) if isinstance(count, float) and count.is_integer() else count
 
 
 def _narrow(normal: Schema) -> None:
@@ -144,6 +154,7 @@ def _name_properties(one: Schema, root: Schema) -> None:
     if not isinstance(names, dict) or names.keys() - _WORDS or names.get("type", "string") != "string":
         return
     words = names["enum"] if "enum" in names else [names["const"]] if "const" in names else []
+    words = [word for word in words if word == names.get("const", word)]
     value = one.get("additionalProperties", True)
     small = len(words) <= MAX_NAMES and len(words) * len(msgspec.json.encode(value)) <= MAX_NAMED_BYTES
     if (
@@ -161,7 +172,7 @@ def _says_something(key: str, value: Any, schema: dict[str, Any]) -> bool:
         case "x-guidance":  # options of the engine, which are ours to set
             return False
         case "format":
-            return value in FORMATS
+            return isinstance(value, str) and value in FORMATS
         case "then" | "else":
             return "if" in schema
         case "if":

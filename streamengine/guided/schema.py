@@ -14,6 +14,7 @@ import msgspec
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
+from streamengine.checks import shown
 from streamengine.errors import GrammarError
 from streamengine.guided.exact import check_exact
 from streamengine.guided.normal import normalise
@@ -27,6 +28,8 @@ MAX_ENUM = 10_000
 MAX_PATTERN = 2_000
 MAX_REPEAT = 10_000
 """Of the counts in a pattern: each step of a long one costs the engine more than the one before."""
+
+_DEFAULT_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 _COUNTS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
@@ -108,9 +111,13 @@ def _is_text(value: Any) -> bool:
 
 
 def _check_valid(schema: Schema) -> None:
-    validator = validator_for(schema, default=jsonschema.Draft202012Validator)
-    if validator is jsonschema.Draft3Validator:
-        raise GrammarError("$schema is draft 3, whose keywords are others; drafts 4 to 2020-12 are supported")
+    draft = schema.get("$schema", _DEFAULT_DRAFT)
+    try:
+        validator = validator_for({"$schema": draft}, default=None)
+    except (AttributeError, TypeError, ValueError):  # it is looked up as the URI that it should be
+        validator = None
+    if validator is None or validator is jsonschema.Draft3Validator:
+        raise GrammarError(f"$schema is {shown(draft)}; drafts 4 to 2020-12 are supported")
     try:
         # Patterns are ECMA's, which Python's `re` does not know; the grammar engine judges them.
         validator.check_schema(schema, format_checker=jsonschema.FormatChecker(()))

@@ -50,6 +50,12 @@ def test_a_body_that_is_compressed_is_refused_by_the_name_of_its_header() -> Non
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "content-encoding"
 
 
+def test_a_body_that_says_that_it_is_not_compressed_is_read_however_that_is_spelt() -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(post(b'{"prompt": "hello", "max_tokens": 1}', "Content-Encoding: Identity"))
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocols, "BODY_S", 0.2)
     with serving(engine_over(roomy_runner())) as served, opened(served) as client:

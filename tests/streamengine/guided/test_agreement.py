@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import jsonschema
 import pytest
 from jsonschema.validators import validator_for
 
+from streamengine.errors import GrammarError
 from streamengine.guided.matcher import Vocabulary
 from streamengine.guided.normal import FORMATS
 from streamengine.guided.schema import prepare
@@ -18,6 +20,7 @@ from streamengine.guided.trial import Trial
 from streamengine.guided.verdict import Question, judge
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 KINDS = {"k": {"const": "a"}}, {"k": {"const": "b"}}
 
 TRIED: list[tuple[Any, list[str], list[str]]] = [
@@ -96,6 +99,11 @@ TRIED: list[tuple[Any, list[str], list[str]]] = [
         ['{"k": "c"}', "{}", '{"k": "a", "\\u006b": "c"}'],
     ),
     ({"type": "array", "prefixItems": [{"const": 1}], "items": False, "minItems": 1}, ["[1]"], ["[]", "[1, 1]"]),
+    ({"$schema": DRAFT_7, "type": "object", "dependencies": {}}, ["{}"], ["1"]),
+    # counts and names, however they are given
+    ({"type": "array", "minItems": 2.0, "maxItems": 2.0}, ["[1, 2]"], ["[1]", "[1, 2, 3]"]),
+    ({"type": "string", "minLength": 1.0}, ['"a"'], ['""']),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"], "const": "a"}}, ['{"a": 1}', "{}"], ['{"b": 1}']),
     ({"properties": {"$ref": {"const": 1}, "enum": {"const": 2}}}, ['{"$ref": 1, "enum": 2}'], ['{"enum": 1}']),
 ]
 
@@ -106,7 +114,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "exclusiveMaximum": -1e18}, "cannot be kept exactly"),
     ({"allOf": [{"multipleOf": 70_000}, {"multipleOf": 70_001}]}, "common multiples"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
-    ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 2}, "draft 3"),
+    ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 2}, "drafts 4 to 2020-12"),
     ({"properties": {"a": {"$schema": "http://json-schema.org/draft-04/schema#"}}}, "differs from that of the whole"),
     ({"$ref": "#/default", "default": {"minProperties": 2}}, "where no schema stands"),
     ({"$ref": "#/$defs/a/enum/0", "$defs": {"a": {"enum": [{}]}}}, "where no schema stands"),
@@ -118,7 +126,18 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "patternProperties": {"\\d": {}}, "additionalProperties": {"type": "null"}}, "read alike"),
     ({"patternProperties": {"\\d": {}, "[0-9]": {}}, "additionalProperties": False}, "mean the same"),
     ({"properties": {"a": {"const": "\u0001"}}}, "control characters"),
+    *(
+        ({"$schema": draft}, "drafts 4 to 2020-12")
+        for draft in (5, None, [], "", "http://[", "https://example.com/mine")
+    ),
+    (
+        {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        r"oneOf .* exclude each other, at \$\.properties\.a\.oneOf$",
+    ),
 ]
+
+MORE = ("$schema", "$id", "$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "x-guidance", "then")
+JUNK: tuple[Any, ...] = (None, True, -1, 2**70, 1.5, "", "http://[", "(", [], [[]], [{}], ["a", 1], {}, {"a": []})
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +175,19 @@ def test_what_cannot_be_kept_for_everybody_is_refused_with_the_reason(trial: Tri
 
 def test_what_is_judged_afterwards_is_not_narrowed() -> None:
     assert prepare({"pattern": "\\W", "minProperties": 2}, lenient=True) == '{"pattern":"\\\\W","minProperties":2}'
+
+
+@pytest.mark.parametrize("draft", [DRAFT_7, "https://json-schema.org/draft/2020-12/schema"])
+@pytest.mark.parametrize("lenient", [False, True])
+def test_whatever_stands_at_a_keyword_is_made_ready_or_refused(draft: str, lenient: bool) -> None:
+    """Also where the draft has no such keyword, so that nobody has checked what stands there."""
+    keywords = sorted({*jsonschema.Draft202012Validator.VALIDATORS, *jsonschema.Draft4Validator.VALIDATORS, *MORE})
+    refused = 0
+    for keyword, place, junk in product(keywords, ("not", "additionalItems", "$defs", "contentSchema"), JUNK):
+        one = {keyword: junk}
+        for schema in ({"$schema": draft, **one}, {"$schema": draft, place: {"a": one} if place == "$defs" else one}):
+            try:
+                prepare(schema, lenient=lenient)
+            except GrammarError:
+                refused += 1
+    assert refused
