@@ -55,8 +55,6 @@ _CLAMPS: dict[str, Callable[[float], float]] = {
 }
 """Bounds → as far as the engine counts."""
 
-_COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties"))
-
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u|\x7f")
 _PRINTABLE_ESCAPES = 'nrbtf\\"'
 
@@ -99,9 +97,7 @@ class _Normal:
         if not isinstance(schema, dict):
             return schema
         normal = {
-            key: _whole(value) if key in _COUNTS else mapped(key, value, self.change)
-            for key, value in schema.items()
-            if _says_something(key, value, schema)
+            key: mapped(key, value, self.change) for key, value in schema.items() if _says_something(key, value, schema)
         }
         if "oneOf" in normal:
             # The engine proves that branches exclude each other only where it merges them with a sibling.
@@ -109,11 +105,6 @@ class _Normal:
         if self._strict:
             _narrow(normal)
         return normal
-
-
-def _whole(count: Any) -> Any:
-    """``2.0`` is a count as well, but not to the engine."""
-    return int(count) if isinstance(count, float) and count.is_integer() else count
 
 
 def _narrow(normal: Schema) -> None:
