@@ -18,7 +18,7 @@ from streamengine.checks import shown
 from streamengine.errors import GrammarError
 from streamengine.guided.exact import check_exact
 from streamengine.guided.normal import normalise
-from streamengine.guided.places import Schema, is_place, walk
+from streamengine.guided.places import Schema, is_place, names, walk
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 64
@@ -93,6 +93,11 @@ def _check_limits(schema: Schema) -> None:
             raise GrammarError(f"{place}.$ref leads to {reference[:100]!r}, where no schema stands")
         if one.get("$schema", (draft := schema.get("$schema"))) != draft:
             raise GrammarError(f"{place}.$schema differs from that of the whole")
+    known: set[str] = set()
+    for place, name in names(schema):
+        if name in known:
+            raise GrammarError(f"{place} is {shown(name)}, which another part is called: references would be ambiguous")
+        known.add(name)
     if properties > MAX_PROPERTIES:
         raise GrammarError(f"the schema has {properties} properties, the limit is {MAX_PROPERTIES}")
     if values > MAX_ENUM:
