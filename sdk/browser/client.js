@@ -114,6 +114,8 @@ function openStream(link, id, position, wishes, signal, request, continuations) 
     acked = seq;
     const ask = at.stream ? { type: "attach", stream: at.stream, after: seq } : { ...request, type: "generate" };
     const text = JSON.stringify({ ...ask, id, delivery });
+    // No server takes them, and what is no JSON at all has no id to be answered by.
+    if (/[^\\](\\\\)*\\ud[89a-f]/.test(text)) return end(fault("invalid_request", "half a character (a lone surrogate)"));
     const most = hello.limits.max_message_bytes;
     if (new Blob([text]).size > most) return end(fault("message_too_large", `more than ${most} bytes`));
     connection.streams.set(id, stream);

@@ -27,7 +27,7 @@ def check_exact(schema: Schema) -> None:
         if isinstance(least, int | float) and least > known + 1:
             raise GrammarError(f"minProperties above those required and one more cannot be enforced, at {place}")
         factor = one.get("multipleOf")
-        if isinstance(factor, int | float) and factor > 0:
+        if isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 0:
             factors.setdefault(Fraction(str(factor)), place)
     _check_factors(factors)
 

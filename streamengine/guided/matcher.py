@@ -265,8 +265,12 @@ def _reason(engine: LLMatcher, grammar: Grammar | None = None) -> str:
         return "the grammar engine failed"
     if "NoExtension" in lines[0]:
         return "the grammar has no end: nothing satisfies it"
-    if grammar is not None and grammar.kind == "json_schema" and (keys := _UNSUPPORTED.search(lines[0])):
-        refused = _NAME.findall(keys.group(1))
-        return f"{', '.join(refused)} cannot be enforced, at {', '.join(places_of(grammar.text, refused))}"
+    if grammar is not None and grammar.kind == "json_schema":
+        refused, why = _NAME.findall(keys.group(1)) if (keys := _UNSUPPORTED.search(lines[0])) else [], ""
+        if lines[0].startswith("oneOf constraints"):
+            refused, why = ["oneOf"], " where its branches do not provably exclude each other"
+        if refused:
+            places = places_of(grammar.text, refused) or ["the end of a reference"]
+            return f"{', '.join(refused)} cannot be enforced{why}, at {', '.join(places)}"
     error = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0]} {error}".strip()

@@ -5,8 +5,8 @@ something is never dropped. Where the engine reads something wider than those wh
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}),
+    "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "minContains": (0,),
@@ -65,8 +66,11 @@ def normalise(schema: Schema, *, strict: bool) -> Schema:
         GrammarError: a pattern that is not read alike everywhere.
     """
     normal: Schema = _Normal(strict).change(schema)
+    bounds = [bound for _, one in walk(normal, "$") for key in _CLAMPS if _is_number(bound := one.get(key))]
     for _, one in walk(normal, "$"):
         _name_properties(one, normal)
+        if strict:
+            _move_bounds(one, bounds)
     return normal
 
 
@@ -114,8 +118,27 @@ def _narrow(normal: Schema) -> None:
     if patterns := _FORMATS.get(normal.get("format", "")):
         normal["allOf"] = [*normal.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
     for key, clamp in _CLAMPS.items():
-        if isinstance(bound := normal.get(key), int | float) and not isinstance(bound, bool):
+        if _is_number(bound := normal.get(key)):
             normal[key] = clamp(bound)
+
+
+def _move_bounds(one: Schema, bounds: Collection[float]) -> None:
+    """The engine takes a whole number in that is to be left out, where another bound is less than 1 farther from 0.
+    The nearest number of 16 digits that is not left out says nearly the same."""
+    for end, away in (("inimum", 1), ("aximum", -1)):
+        left_out, limit = f"exclusiveM{end}", f"m{end}"
+        whole = one.get(limit) if one.get(left_out) is True else one.get(left_out)  # it is a flag in draft 4
+        if not _is_number(whole) or whole % 1 or whole * away < 0:
+            continue
+        if any(0 < (bound - whole) * away < 1 for bound in bounds):
+            del one[left_out]
+            places = 16 - len(str(abs(int(whole))))
+            nearest = round(whole + away * 10.0**-places, places)
+            one[limit] = away * max(away * nearest, away * one.get(limit, nearest))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _narrow_keys(normal: Schema) -> Schema:
@@ -144,6 +167,7 @@ def _name_properties(one: Schema, root: Schema) -> None:
     if not isinstance(names, dict) or names.keys() - _WORDS or names.get("type", "string") != "string":
         return
     words = names["enum"] if "enum" in names else [names["const"]] if "const" in names else []
+    words = [word for word in words if word == names.get("const", word)]
     value = one.get("additionalProperties", True)
     small = len(words) <= MAX_NAMES and len(words) * len(msgspec.json.encode(value)) <= MAX_NAMED_BYTES
     if (
@@ -161,7 +185,7 @@ def _says_something(key: str, value: Any, schema: dict[str, Any]) -> bool:
         case "x-guidance":  # options of the engine, which are ours to set
             return False
         case "format":
-            return value in FORMATS
+            return isinstance(value, str) and value in FORMATS
         case "then" | "else":
             return "if" in schema
         case "if":

@@ -32,6 +32,21 @@ def walk(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
         waiting.extend(_parts(one, place))
 
 
+def names(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every name that a reference may use, with its place; an anchor belongs to the ``$id`` around it."""
+    keys = ("id",) if "draft-04" in str(schema.get("$schema")) else ("$id",)
+    waiting: list[tuple[str, Any, str]] = [("$", schema, "")]
+    while waiting:
+        place, one, base = waiting.pop()
+        if not isinstance(one, dict):
+            continue
+        for key in (*keys, "$anchor", "$dynamicAnchor"):
+            if name := isinstance(given := one.get(key), str) and given:
+                base, name = (name, name) if key in keys else (base, f"{base}#{name}")
+                yield f"{place}.{key}", name
+        waiting.extend((at, part, base) for at, part in _parts(one, place))
+
+
 def _parts(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
     for key, value in schema.items():
         if key in _MAP and isinstance(value, dict):

@@ -14,10 +14,11 @@ import msgspec
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
+from streamengine.checks import shown
 from streamengine.errors import GrammarError
 from streamengine.guided.exact import check_exact
 from streamengine.guided.normal import normalise
-from streamengine.guided.places import Schema, is_place, walk
+from streamengine.guided.places import Schema, is_place, names, walk
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 64
@@ -27,6 +28,8 @@ MAX_ENUM = 10_000
 MAX_PATTERN = 2_000
 MAX_REPEAT = 10_000
 """Of the counts in a pattern: each step of a long one costs the engine more than the one before."""
+
+_DEFAULT_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 _COUNTS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
@@ -90,6 +93,11 @@ def _check_limits(schema: Schema) -> None:
             raise GrammarError(f"{place}.$ref leads to {reference[:100]!r}, where no schema stands")
         if one.get("$schema", (draft := schema.get("$schema"))) != draft:
             raise GrammarError(f"{place}.$schema differs from that of the whole")
+    known: set[str] = set()
+    for place, name in names(schema):
+        if name in known:
+            raise GrammarError(f"{place} is {shown(name)}, which another part is called: references would be ambiguous")
+        known.add(name)
     if properties > MAX_PROPERTIES:
         raise GrammarError(f"the schema has {properties} properties, the limit is {MAX_PROPERTIES}")
     if values > MAX_ENUM:
@@ -108,9 +116,13 @@ def _is_text(value: Any) -> bool:
 
 
 def _check_valid(schema: Schema) -> None:
-    validator = validator_for(schema, default=jsonschema.Draft202012Validator)
-    if validator is jsonschema.Draft3Validator:
-        raise GrammarError("$schema is draft 3, whose keywords are others; drafts 4 to 2020-12 are supported")
+    draft = schema.get("$schema", _DEFAULT_DRAFT)
+    try:
+        validator = validator_for({"$schema": draft}, default=None)
+    except (AttributeError, TypeError, ValueError):  # it is looked up as the URI that it should be
+        validator = None
+    if validator is None or validator is jsonschema.Draft3Validator:
+        raise GrammarError(f"$schema is {shown(draft)}; drafts 4 to 2020-12 are supported")
     try:
         # Patterns are ECMA's, which Python's `re` does not know; the grammar engine judges them.
         validator.check_schema(schema, format_checker=jsonschema.FormatChecker(()))

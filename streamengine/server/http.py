@@ -99,7 +99,7 @@ class Http:
 
     async def _receive(self, request: Request) -> bytes:
         most, body = self.config.max_message_bytes, bytearray()
-        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        if (coding := request.headers.get("content-encoding", "identity")).lower() != "identity":
             raise UnsupportedFeature(f"content-encoding {coding[:50]} is not supported", param="content-encoding")
         too_large = MessageTooLarge(f"the body is larger than {most} bytes", limit=most)
         if int(request.headers.get("content-length", 0)) > most:  # the parser let only numbers pass

@@ -2,11 +2,12 @@
 WebSockets that drain.
 
 What uvicorn's own classes do differently, and why that is changed here: no bound on headers, nor on how long a client
-takes to send a request or to read its answer; a socket is closed in the middle of a too large message, so that the
-client meets a reset in place of close 1009; a closing handshake is dropped when the server stops, which can take the
-last messages along; buffers hide megabytes from `writable`; query strings, where a ticket may be, are logged. There
-is no cap on WebSockets: ours is among the checks before the upgrade. Relies on internals of uvicorn 0.54;
-`pyproject.toml` pins it.
+takes to send a request or to read its answer; a request that asks for HTTP/2 as well loses its body; a connection
+whose upgrade only the WebSocket parser finds at fault is forgotten and stays open; a socket is closed in the middle
+of a too large message, so that the client meets a reset in place of close 1009; a closing handshake is dropped when
+the server stops, which can take the last messages along; buffers hide megabytes from `writable`; query strings, where
+a ticket may be, are logged. There is no cap on WebSockets: ours is among the checks before the upgrade. Relies on
+internals of uvicorn 0.54; `pyproject.toml` pins it.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from asyncio import BaseTransport
 from functools import partial
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
@@ -36,6 +38,7 @@ STALL_S = 60.0
 """How long a client may take nothing of an answer that waits for it, in seconds."""
 
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+BAD_UPGRADE = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -48,6 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head = self._received = 0
         self._in_head = True
         self.access_log = False  # its lines hold queries
+        self.parser: Any = _Parser(self)
         self._timer: asyncio.TimerHandle | None = None
         """Runs while a request comes in."""
         self._stall: asyncio.TimerHandle | None = None
@@ -97,7 +101,21 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(TOO_LARGE)
         self.transport.close()
 
+    @property
+    def asks_for_more(self) -> bool:
+        """The request may be answered in a protocol that is not spoken here: it is answered in this one."""
+        return self.parser.should_upgrade() and self._get_upgrade() is not None and not self._should_upgrade()
+
+    @property
+    def plain_head(self) -> bytes:
+        """The line and headers of a request that `asks_for_more`, if it did not."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = (b"%s: %s" % header for header in self.headers if header[0] != b"upgrade")
+        return b"\r\n".join([line, *kept, b"", b""])
+
     def on_headers_complete(self) -> None:
+        if self.asks_for_more:
+            return
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
@@ -105,6 +123,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(BODY_S, self._end_body)
 
     def on_message_complete(self) -> None:
+        if self.asks_for_more:
+            return
         self._stop_timer()
         super().on_message_complete()
 
@@ -143,6 +163,35 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
 
+class _Parser:
+    """httptools' parser, which takes all that follows the headers of a request to upgrade for the other protocol. Where
+    that is not spoken, as with Java's clients, which ask for HTTP/2, it reads them again without the question."""
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self._protocol = protocol
+        self._parser = self._new()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except HttpParserUpgrade as upgrade:
+                if not self._protocol.asks_for_more:
+                    raise
+                head, data = self._protocol.plain_head, data[upgrade.args[0] :]
+            self._parser = self._new()
+            self._parser.feed_data(head)
+
+    def _new(self) -> HttpRequestParser:
+        parser = HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        return parser
+
+
 class StreamProtocol(WebSocketsSansIOProtocol):
     """One WebSocket."""
 
@@ -155,12 +204,24 @@ class StreamProtocol(WebSocketsSansIOProtocol):
         self.close_timeout = CLOSE_S
         _bound_buffers(transport)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # More headers than it takes, or a body; only of some of that it says so itself.
+            self.transport.write(b"".join(self.conn.data_to_send()) or BAD_UPGRADE)
+            self.transport.close()
+
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code == 101:
             state = self.scope.setdefault("state", {})
             state["protocol"] = self
             state["query"], self.scope["query_string"] = self.scope["query_string"], b""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.close_sent:
+            self.handshake_complete = True  # a refusal completes it too: uvicorn would log that it was forgotten
 
     def send_receive_event_to_app(self) -> None:
         if self.curr_msg_data_type == "text" and not self.close_sent:

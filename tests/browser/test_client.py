@@ -342,6 +342,13 @@ def test_after_goaway_new_streams_open_another_socket(played: PlayedServer) -> N
     assert len(played.sockets) == 2
 
 
+def test_half_a_character_is_refused_and_not_sent_as_what_no_server_reads(played: PlayedServer) -> None:
+    (thrown,) = played.run(delta(1, "a"), done(2, "a"), prompt="\ud800")
+    assert thrown["code"] == "invalid_request"
+    assert played.run(delta(1, "a"), done(2, "a"), prompt="\\ud800 \U0001f4a9")[-1]["type"] == "done"
+    assert len(played.sent("generate")) == 1
+
+
 def test_a_message_above_the_servers_limit_is_not_sent(played: PlayedServer) -> None:
     played.run(delta(1, "a"), done(2, "a"))
     (thrown,) = played.run(prompt="é" * 600)

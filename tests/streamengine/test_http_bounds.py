@@ -50,6 +50,55 @@ def test_a_body_that_is_compressed_is_refused_by_the_name_of_its_header() -> Non
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "content-encoding"
 
 
+def test_a_body_that_says_that_it_is_not_compressed_is_read_however_that_is_spelt() -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(post(b'{"prompt": "hello", "max_tokens": 1}', "Content-Encoding: Identity"))
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+HTTP_2 = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"
+"""What Java's client sends with every request that is not encrypted."""
+
+
+@pytest.mark.parametrize("size", [1, 100, 10_000])
+def test_a_client_that_would_rather_speak_http_2_is_answered_as_if_it_had_not_said_so(size: int) -> None:
+    asked = post(b'{"prompt": "hello", "max_tokens": 1}', *HTTP_2)
+    asked += asked + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(asked), size):
+            client.sendall(asked[at : at + size])
+        answers = read_to_end(client)
+    assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"HTTP/1.1") == 3
+    assert answers.endswith(b'{"status":"ok"}')
+
+
+UPGRADE = "\r\n".join(
+    [
+        *("GET /v1/stream HTTP/1.1", "Host: localhost", "Connection: Upgrade", "Upgrade: websocket"),
+        *("Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: YWFhYWFhYWFhYWFhYWFhYQ==", ""),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [("X: a\r\n" * 200, 431), (f"Cookie: {'a' * 9000}\r\n", 431), ("Content-Length: 1\r\n\r\na", 400)],
+    ids=["headers", "cookie", "body"],
+)
+def test_an_upgrade_that_only_websockets_find_at_fault_is_refused_and_not_forgotten(more: str, status: int) -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(f"{UPGRADE}{more}\r\n".encode())
+        assert read_to_end(client).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_an_upgrade_that_is_refused_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(engine_over(roomy_runner())) as served, opened(served) as client:
+        client.sendall(f"{UPGRADE}Sec-WebSocket-Protocol: other\r\n\r\n".encode())
+        assert read_to_end(client).startswith(b"HTTP/1.1 400 ")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocols, "BODY_S", 0.2)
     with serving(engine_over(roomy_runner())) as served, opened(served) as client:

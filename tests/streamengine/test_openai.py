@@ -429,8 +429,11 @@ def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
 
 
 def test_unknown_fields_are_dropped_where_that_is_configured(runner: FakeRunner) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True, "router_hint": 1}}
     with serving(engine_over(runner), ignore_unknown_fields=True) as served:
         assert post(served, "/v1/completions", {"prompt": "hello", "router_hint": 1})[0].status == 200
+        response, body = post(served, "/v1/completions", {"prompt": "hello", **options})
+        assert (response.status, body.count(b'"usage":{')) == (200, 1)
 
 
 def test_tokens_can_be_counted_and_read(served: Served) -> None:

@@ -3,6 +3,7 @@
 Messages are told apart by ``type``, so a good one costs one typed decode.
 """
 
+import json
 import re
 from typing import Any, get_args
 
@@ -124,10 +125,21 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
-        raise BadMessage("invalid_json", str(error)) from error
+        raise BadMessage("invalid_json", str(error), ref=_id_of(text)) from error
     if not isinstance(fields, dict):
         raise BadMessage("invalid_message", f"a message is an object, not {type(fields).__name__}")
     return fields
+
+
+def _id_of(text: str) -> str | None:
+    """Of what only a lenient parser reads, as half a character or a number out of range: or its sender would wait for
+    an answer for ever."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    id = fields.get("id") if isinstance(fields, dict) else None
+    return id if isinstance(id, str) and _ID.match(id) else None
 
 
 def _check_source(message: Generate) -> None:

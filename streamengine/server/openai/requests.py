@@ -115,8 +115,12 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def lenient(kind: type[B]) -> type[B]:
-    """``kind`` that drops the fields which it does not know."""
-    made: Any = msgspec.defstruct(
-        f"Lenient{kind.__name__}", [], bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True
-    )
+    """``kind`` that drops the fields which it does not know, those of its options included."""
+    options: Any = _dropping(StreamOptions)
+    made: Any = _dropping(kind, [("stream_options", options | None, None)])
     return cast(type[B], made)
+
+
+def _dropping(kind: type[msgspec.Struct], fields: Any = ()) -> type[msgspec.Struct]:
+    name = f"Lenient{kind.__name__}"
+    return msgspec.defstruct(name, fields, bases=(kind,), forbid_unknown_fields=False, frozen=True, kw_only=True)

@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import jsonschema
 import pytest
 from jsonschema.validators import validator_for
 
+from streamengine.errors import GrammarError
 from streamengine.guided.matcher import Vocabulary
 from streamengine.guided.normal import FORMATS
 from streamengine.guided.schema import prepare
@@ -18,6 +20,7 @@ from streamengine.guided.trial import Trial
 from streamengine.guided.verdict import Question, judge
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 KINDS = {"k": {"const": "a"}}, {"k": {"const": "b"}}
 
 TRIED: list[tuple[Any, list[str], list[str]]] = [
@@ -32,6 +35,21 @@ TRIED: list[tuple[Any, list[str], list[str]]] = [
     # numbers: as they are written in decimal, whatever 64 bits make of them
     ({"type": "number", "multipleOf": 0.01}, ["0.07", "19.99", "-4.35", "3"], ["0.001", "1.115"]),
     ({"type": "number", "exclusiveMaximum": 0.3}, ["0.29", "-5", "0.2"], ["0.3", "0.30", "0.31"]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001"], ["0", "0.0", "-0", "0.6"]),
+    ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "-0.0", "-0.51"]),
+    ({"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.25}, ["3.1"], ["3", "3.0", "3.25", "4"]),
+    ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.1}]}, ["0.1"], ["0"]),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "number",
+            "minimum": 0,
+            "exclusiveMinimum": True,
+            "maximum": 0.5,
+        },
+        ["0.5"],
+        ["0"],
+    ),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["0", "-9007199254740991"], [f"{2**63}", "0.5"]),
     ({"type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, ["12", "0", "-24"], ["4", "6", "8"]),
     ({"const": 1e-7}, ["0.0000001"], ["0.0000002", "0"]),
@@ -95,7 +113,20 @@ TRIED: list[tuple[Any, list[str], list[str]]] = [
         ['{"k": "a"}', '{"k": "b", "x": 1}'],
         ['{"k": "c"}', "{}", '{"k": "a", "\\u006b": "c"}'],
     ),
+    (
+        {
+            "$defs": {
+                "x": {"$id": "http://a/b", "$defs": {"q": {"$anchor": "f", "type": "integer"}}},
+                "y": {"$anchor": "f", "type": "string"},
+            },
+            "$ref": "#f",
+        },
+        ['"a"'],
+        ["1"],
+    ),
     ({"type": "array", "prefixItems": [{"const": 1}], "items": False, "minItems": 1}, ["[1]"], ["[]", "[1, 1]"]),
+    ({"$schema": DRAFT_7, "type": "object", "dependencies": {}}, ["{}"], ["1"]),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"], "const": "a"}}, ['{"a": 1}', "{}"], ['{"b": 1}']),
     ({"properties": {"$ref": {"const": 1}, "enum": {"const": 2}}}, ['{"$ref": 1, "enum": 2}'], ['{"enum": 1}']),
 ]
 
@@ -106,11 +137,15 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "exclusiveMaximum": -1e18}, "cannot be kept exactly"),
     ({"allOf": [{"multipleOf": 70_000}, {"multipleOf": 70_001}]}, "common multiples"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
-    ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 2}, "draft 3"),
+    ({"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": 2}, "drafts 4 to 2020-12"),
     ({"properties": {"a": {"$schema": "http://json-schema.org/draft-04/schema#"}}}, "differs from that of the whole"),
     ({"$ref": "#/default", "default": {"minProperties": 2}}, "where no schema stands"),
     ({"$ref": "#/$defs/a/enum/0", "$defs": {"a": {"enum": [{}]}}}, "where no schema stands"),
     ({"$ref": "#/$defs", "$defs": {}}, "where no schema stands"),
+    *(
+        ({"$ref": name, "$defs": {"a": {key: own, "type": "integer"}, "b": {key: own}}}, r"\$defs\..*ambiguous")
+        for key, own, name in (("$anchor", "f", "#f"), ("$id", "http://a/b", "http://a/b"))
+    ),
     *(
         ({"pattern": pattern}, "read alike")
         for pattern in ("\\Aa\\z", "\\a", "[]a]", "[^]", "a++", "(?x) a", "a\\", "\\ud83d")
@@ -118,7 +153,17 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "patternProperties": {"\\d": {}}, "additionalProperties": {"type": "null"}}, "read alike"),
     ({"patternProperties": {"\\d": {}, "[0-9]": {}}, "additionalProperties": False}, "mean the same"),
     ({"properties": {"a": {"const": "\u0001"}}}, "control characters"),
+    (
+        {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        r"oneOf .* exclude each other, at \$\.properties\.a\.oneOf$",
+    ),
 ]
+
+NO_DRAFTS: tuple[Any, ...] = (5, None, [], "", "http://[", "https://example.com/mine")
+REFUSED += [({"$schema": draft}, "drafts 4 to 2020-12") for draft in NO_DRAFTS]
+
+MORE = ("$schema", "$id", "$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions", "x-guidance", "then")
+JUNK: tuple[Any, ...] = (None, True, -1, 2**70, 1.5, "", "http://[", "(", [], [[]], [{}], ["a", 1], {}, {"a": []})
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +201,19 @@ def test_what_cannot_be_kept_for_everybody_is_refused_with_the_reason(trial: Tri
 
 def test_what_is_judged_afterwards_is_not_narrowed() -> None:
     assert prepare({"pattern": "\\W", "minProperties": 2}, lenient=True) == '{"pattern":"\\\\W","minProperties":2}'
+
+
+@pytest.mark.parametrize("draft", [DRAFT_7, "https://json-schema.org/draft/2020-12/schema"])
+@pytest.mark.parametrize("lenient", [False, True])
+def test_whatever_stands_at_a_keyword_is_made_ready_or_refused(draft: str, lenient: bool) -> None:
+    """Also where the draft has no such keyword, so that nobody has checked what stands there."""
+    keywords = sorted({*jsonschema.Draft202012Validator.VALIDATORS, *jsonschema.Draft4Validator.VALIDATORS, *MORE})
+    refused = 0
+    for keyword, place, junk in product(keywords, ("not", "additionalItems", "$defs", "contentSchema"), JUNK):
+        one = {keyword: junk}
+        for schema in ({"$schema": draft, **one}, {"$schema": draft, place: {"a": one} if place == "$defs" else one}):
+            try:
+                prepare(schema, lenient=lenient)
+            except GrammarError:
+                refused += 1
+    assert refused
