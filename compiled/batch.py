@@ -109,8 +109,8 @@ class _Owned:
 
 def _masks(sampled: _Owned) -> np.ndarray:
     """The bitmask's row of each logit row that is sampled, -1 where there is none."""
-    first = np.array(list(map(attrgetter("mask"), sampled.rows)), np.float64)  # None becomes NaN
-    return np.where(np.isnan(first), -1, first + sampled.offsets).astype(np.int64)
+    firsts = zip(map(attrgetter("mask"), sampled.rows), sampled.offsets.tolist(), strict=True)
+    return _integers([-1 if first is None else first + offset for first, offset in firsts])
 
 
 def _integers(values: Sequence[int]) -> np.ndarray:

@@ -31,7 +31,7 @@ from streamengine.sampling import SamplingParams
 
 BATCHES = (1, 8, 32)
 CONTEXT = 128
-REPEATS = 31
+REPEATS = 61
 COMPILES = 40
 OTHERS, TOKENS = 4, 80
 

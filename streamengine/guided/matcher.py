@@ -129,10 +129,10 @@ class Vocabulary:
                 matcher.engine.unsafe_compute_mask_ptr(at + row * size, size)
             now = matcher.took(now)
         # The engine that fails while it computes a mask offers an end, and may not even say that it has failed.
-        ends: NDArray[np.bool_] = np.logical_not((bitmask & self._no_end).any(axis=1))
-        if ends.any():
+        more: NDArray[np.bool_] = np.logical_or.reduce(bitmask & self._no_end, axis=1)
+        if not more.all():
             for matcher, row, drafts in places:
-                for i in ends[row : row + 1 + len(drafts)].nonzero()[0]:
+                for i in (~more[row : row + 1 + len(drafts)]).nonzero()[0]:
                     self._check(matcher, drafts[:i], bitmask[row + i])
 
     def _check(self, matcher: "Matcher", drafts: tuple[int, ...], bits: Bitmask) -> None:

@@ -1,5 +1,6 @@
 """What cannot be compiled within bounds is refused, and nothing of it goes on."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -20,7 +21,7 @@ SHORT = Grammar(kind="regex", text="a+")
 
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
-    monkeypatch.setattr(trials, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(trials, "PATIENCE_S", 10.0)
     with closing(Trial()) as trial:
         yield trial
 
@@ -38,6 +39,11 @@ def test_one_process_serves_one_grammar_after_the_other(trial: Trial) -> None:
     for length in range(1, 5):
         trial.check(Grammar(kind="regex", text=f"a{{{length}}}"))
     assert len(trial._idle) == 1
+
+
+def test_running_answers_go_before_a_trial(trial: Trial) -> None:
+    trial.check(SHORT)
+    assert os.getpriority(os.PRIO_PROCESS, trial._idle[0].pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_what_is_wrong_with_a_grammar_is_not_for_a_trial_to_say(trial: Trial) -> None:
