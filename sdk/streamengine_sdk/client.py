@@ -66,7 +66,8 @@ class AsyncClient:
                     case events.Done(usage=usage):
                         print(f"\\n{usage.completion_tokens} tokens")
 
-    Streams share the socket. When it breaks, another is opened and each stream goes on after its last token.
+    Streams share the socket. More than the server takes at once wait here for others to end, in order, and the clock of
+    their timeouts with them. When the socket breaks, another is opened and each stream goes on after its last token.
     Leaving the ``async with`` cancels what still runs.
     """
 
@@ -275,7 +276,7 @@ class AsyncClient:
             except _NotOpen:  # it was left just when the wait was over
                 error = ConnectionLost("the client was closed", retryable=False)
             else:
-                heir.protocol.adopt(feeds)
+                heir.protocol.adopt(feeds, anyio.current_time())
                 return None
         self._trace(Trace(kind="lost", error=error))
         self._attempt = 0

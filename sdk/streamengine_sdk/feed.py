@@ -69,6 +69,8 @@ class Feed:
         self.error: EngineError | None = None
         self.carrier: Carrier | None = None
         self.cancelled = False
+        self.held = False
+        """It waits to be sent, because the server takes no more at once: nothing is late."""
         self.attached = isinstance(request, wire.Attach)
         self.seq = request.after if isinstance(request, wire.Attach) else 0
         self.stream_id: str | None = None
@@ -127,6 +129,13 @@ class Feed:
         self.stream_id = None
         self._acked = self.seq
 
+    def go(self, now: float) -> None:
+        """It is sent; if it was held, only now."""
+        if self.held:
+            self.held = False
+            self._started = self._asked_at = now
+            self._notify()  # whoever waits has another deadline
+
     def cancel(self) -> None:
         """Ask for the end. Safe in ``__del__`` and from any thread. While nothing carries it, it is said later."""
         if not self.over and not self.cancelled:
@@ -169,6 +178,8 @@ class Feed:
 
     def deadline(self, *, waiting: bool = True) -> tuple[float, Kind]:
         """When it is too late, and for what. Nobody is late while events are there that nobody takes."""
+        if self.held:
+            return inf, "total"
         limits: list[tuple[Kind, float | None, float]] = [("total", self._timeouts.total, self._started)]
         if waiting and self._token_at is None:
             limits.append(("first_token", self._timeouts.first_token, self._started))

@@ -32,6 +32,9 @@ HEARTBEAT_S = 15.0
 
 CLOSE_UNAUTHORIZED = 4401
 
+BLIND_STREAMS = 8
+"""So many may be asked for before `hello` tells how many may be open."""
+
 COME_BACK = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 """After these close codes another connection may fare better. Others say that it would not."""
 
@@ -44,13 +47,14 @@ class Protocol:
         self.goaway: wire.GoAway | None = None
         self.error: EngineError | None = None
         self.progressed = False
-        # At most two messages per open stream wait here, so it needs no bound of its own.
+        # At most two messages per stream wait here, so it needs no bound of its own.
         self.outbox: deque[tuple[str, wire.ClientMessage]] = deque()
         self._token = token
         self._wake = wake
         self._heard_at = now
         self._feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
-        self._waiting: list[Feed] = []
+        self._open: set[str] = set()
+        self._held: deque[str] = deque()  # until `hello` is there, or others have ended
         init = wire.Init(client="streamengine-sdk", batch=True)
         # What is shown in traces does not hold the token.
         self._say(wire.encode(replace(init, token=token or UNSET)), init)
@@ -73,6 +77,11 @@ class Protocol:
     def _epoch(self) -> str | None:
         return self.hello.epoch if self.hello else None
 
+    @property
+    def _full(self) -> bool:
+        most = self.hello.limits.max_streams if self.hello else BLIND_STREAMS
+        return self.goaway is not None or len(self._open) >= most
+
     # saying
 
     def post(self, message: wire.ClientMessage) -> None:
@@ -81,11 +90,13 @@ class Protocol:
             self._say(wire.encode(message), message)
 
     def _say(self, text: str, message: wire.ClientMessage) -> None:
+        if isinstance(message, wire.Generate | wire.Attach):
+            self._open.add(message.id)
         self.outbox.append((text, message))
         self._wake()
 
     def start(self, feed: Feed) -> None:
-        """Send a new request, without waiting for `hello`.
+        """Send a new request, without waiting for `hello`; or hold it while as many are open as the server takes.
 
         Raises:
             InvalidRequest: it is larger than the server takes: sent, it would end the whole connection.
@@ -97,21 +108,24 @@ class Protocol:
         if self.hello is not None:
             _check_size(text, self.hello.limits.max_message_bytes)
         self._feeds[feed.id] = feed
+        if self._full:
+            feed.held = True
+            self._held.append(feed.id)
+            return
         feed.carrier = self
         self._say(text, message)
 
-    def adopt(self, feeds: Iterable[Feed]) -> None:
+    def adopt(self, feeds: Iterable[Feed], now: float) -> None:
         """Go on with streams of a connection that was lost, once it is known whose epoch this is."""
         for feed in feeds:
             if not feed.over:
                 self._feeds[feed.id] = feed
-                self._waiting.append(feed)
-        if self.hello is not None:
-            self._open_waiting()
+                self._held.append(feed.id)
+        self._open_held(now)
 
     def release(self) -> list[Feed]:
         """The streams that are still open, for another connection to adopt."""
-        self._waiting.clear()
+        self._held.clear()
         feeds = [feed for feed in self._feeds.values() if not feed.over]
         for feed in feeds:
             feed.carrier = None
@@ -125,19 +139,19 @@ class Protocol:
         if self.error is not None:
             raise copy.copy(self.error)
 
-    def _open(self, feed: Feed) -> None:
-        try:
-            self.post(feed.opening(self._epoch))
-            if feed.cancelled:
-                self.post(wire.Cancel(id=feed.id))
-        except StreamLost as lost:
-            feed.fail(lost)
-
-    def _open_waiting(self) -> None:
-        feeds, self._waiting = self._waiting, []
-        for feed in feeds:
+    def _open_held(self, now: float) -> None:
+        while self._held and self.hello is not None and not self._full:
+            feed = self._feeds.get(self._held.popleft())
+            if feed is None or feed.over:
+                continue  # nobody waits for it any more
             feed.carrier = self
-            self._open(feed)
+            feed.go(now)
+            try:
+                self.post(feed.opening(self._epoch))
+                if feed.cancelled:
+                    self.post(wire.Cancel(id=feed.id))
+            except StreamLost as lost:
+                feed.fail(lost)
 
     # hearing
 
@@ -160,19 +174,19 @@ class Protocol:
             case wire.Error():
                 self._receive_error(message, now)
             case wire.Hello():
-                self._receive_hello(message)
+                self._receive_hello(message, now)
             case wire.GoAway():
                 self.goaway = message
         if self.hello is None:
             raise ProtocolError(f"the first message was no hello of {wire.PROTOCOL}")
 
-    def _receive_hello(self, hello: wire.Hello) -> None:
+    def _receive_hello(self, hello: wire.Hello, now: float) -> None:
         if hello.protocol != wire.PROTOCOL:
             raise ProtocolError(f"the server speaks {hello.protocol}, this client {wire.PROTOCOL}")
         if hello.auth == "required" and self._token is None:
             raise Unauthorized("the server wants a token")
         self.hello = hello
-        self._open_waiting()
+        self._open_held(now)
 
     def _receive_error(self, error: wire.Error, now: float) -> None:
         if error.id:
@@ -186,6 +200,12 @@ class Protocol:
             raise from_wire(error)
 
     def _deliver(self, id: str, message: FeedMessage, now: float) -> None:
+        if isinstance(message, wire.Done | wire.Error):
+            self._open.discard(id)
+        self._tell(id, message, now)
+        self._open_held(now)
+
+    def _tell(self, id: str, message: FeedMessage, now: float) -> None:
         feed = self._feeds.get(id)
         if feed is None or feed.over:
             return  # it was cut here already, or nobody reads it any more

@@ -145,8 +145,12 @@ class MemoryTransport:
 class ScriptedServer:
     """Give ``transport=server`` to a client; `peer` is its next connection."""
 
-    def __init__(self, *, heartbeat_s: float = 15, max_message_bytes: int = 4 * 1024 * 1024) -> None:
-        self._limits = wire.Limits(max_message_bytes=max_message_bytes, max_streams=64, heartbeat_s=heartbeat_s)
+    def __init__(
+        self, *, heartbeat_s: float = 15, max_message_bytes: int = 4 * 1024 * 1024, max_streams: int = 64
+    ) -> None:
+        self._limits = wire.Limits(
+            max_message_bytes=max_message_bytes, max_streams=max_streams, heartbeat_s=heartbeat_s
+        )
         self.hello: wire.Hello | None = None
         self.set_epoch("e1")
         self.refusal: Exception | None = None

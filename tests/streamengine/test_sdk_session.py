@@ -136,3 +136,28 @@ async def test_another_client_resumes_by_id_and_position() -> None:
                 with pytest.raises(StreamLost):
                     await other.resume("st_0123456789abcdef").result()
             assert (await stream.result()).text == "Hello!"
+
+
+@pytest.mark.anyio
+async def test_a_hundred_and_fifty_at_once_are_answered_though_the_server_takes_sixty_four() -> None:
+    async with wired() as (_, client, engine), anyio.create_task_group() as tasks:
+        texts: list[str] = []
+
+        async def ask(number: int) -> None:
+            texts.append((await client.generate(str(number))).text)
+
+        async def answer() -> None:
+            for number in range(150):
+                while len(engine.logs) <= number:
+                    await anyio.lowlevel.checkpoint()
+                assert len(engine.logs) - number <= 64
+                say(engine.logs[number], "x")
+                end(engine.logs[number])
+
+        with anyio.fail_after(PATIENCE_S):
+            tasks.start_soon(answer)
+            for number in range(150):
+                tasks.start_soon(ask, number)
+            while len(texts) < 150:
+                await anyio.lowlevel.checkpoint()
+        assert texts == ["x"] * 150
