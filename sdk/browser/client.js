@@ -119,6 +119,7 @@ function openStream(link, id, position, wishes, signal, request, continuations) 
     const most = hello.limits.max_message_bytes;
     if (new Blob([text]).size > most) return end(fault("message_too_large", `more than ${most} bytes`));
     connection.streams.set(id, stream);
+    connection.taken.add(id);
     connection.send(text);
     if (cancelled) cancel();
   }
@@ -261,12 +262,15 @@ function openLink(address, token, report) {
     const socket = new WebSocket(address, protocols);
     const streams = new Map();
     const send = (text) => socket.readyState === 1 && socket.send(text);
-    const connection = (current = { streams, send, end, probe, hello: /** @type {Hello|undefined} */ (undefined) });
+    const taken = new Set(); // ids of what the server has open, with those that were left here before it said so
+    const hello = /** @type {Hello|undefined} */ (undefined);
+    const connection = (current = { streams, taken, send, end, probe, hello });
     let timer, due;
 
     function receive(message) {
       const { type, id, ref } = message;
       const stream = streams.get(id ?? ref);
+      if (id && (type === "done" || type === "error") && taken.delete(id)) flush();
       if (type === "batch") message.events.forEach(receive);
       else if (type === "hello") {
         connection.hello = message;
@@ -275,7 +279,7 @@ function openLink(address, token, report) {
         good = Date.now();
         report("open", message);
         flush();
-      } else if (type === "goaway") leave(connection);
+      } else if (type === "goaway") leave(connection) && waiting.size && !retry && connect();
       else if (type === "error") {
         const error = fault(message.code, message.message, message);
         if (message.fatal) end(error);
@@ -318,9 +322,10 @@ function openLink(address, token, report) {
     watch();
   }
 
+  /** Those that wait go out, as many at once as the server takes. */
   function flush() {
-    if (!current?.hello) return;
     for (const stream of waiting) {
+      if (!current?.hello || current.taken.size >= current.hello.limits.max_streams) return;
       waiting.delete(stream);
       stream.open(current);
     }

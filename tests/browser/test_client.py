@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +138,34 @@ def test_many_streams_use_one_socket(played: PlayedServer) -> None:
     assert len({message["id"] for message in played.sent("generate")}) == 3
 
 
+def asked(played: PlayedServer, count: int) -> bool:
+    return len(played.sent("generate")) == count
+
+
+def test_more_streams_than_the_server_takes_wait_for_others_to_end(played: PlayedServer) -> None:
+    played.play([[]], "void (window.all = Array.from({ length: 10 }, (_, n) => run({ prompt: `p${n}` })))")
+    for n in range(10):
+        eventually(partial(asked, played, min(8 + n, 10)))
+        request = played.sent("generate")[n]
+        assert request["prompt"] == f"p{n}"
+        played.sockets[0].send(json.dumps({"id": request["id"], **done(1, "")}))
+    assert [answer[-1]["type"] for answer in played.page.evaluate("Promise.all(all)")] == ["done"] * 10
+
+
+def test_one_that_was_left_counts_until_the_server_has_let_go_of_it(played: PlayedServer) -> None:
+    played.play([[]], "void (window.all = Array.from({ length: 7 }, (_, n) => run({ prompt: `p${n}` })))")
+    eventually(partial(asked, played, 7))
+    played.scripts = [[delta(1, "a")], []]
+    left = played.page.evaluate("run({ prompt: 'left' }, { leaveAfter: 1 })")
+    assert left[-1]["type"] == "delta"
+    played.page.evaluate("void (window.last = run({ prompt: 'last' }))")
+    eventually(lambda: len(played.sent("cancel")) == 1)
+    assert len(played.sent("generate")) == 8
+    (cancel,) = played.sent("cancel")
+    played.sockets[0].send(json.dumps({"id": cancel["id"], **done(2, "a", finish_reason="cancelled")}))
+    eventually(lambda: played.sent("generate")[-1]["prompt"] == "last")
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -168,7 +197,10 @@ def test_leaving_the_loop_cancels(played: PlayedServer) -> None:
 
 
 def test_an_abort_signal_cancels_and_throws_its_reason(played: PlayedServer) -> None:
-    (thrown,) = played.run(options="{ signal: AbortSignal.timeout(50) }")
+    signal = "{ signal: (window.aborting = new AbortController()).signal }"
+    played.play([[]], f"void (window.seen = run({{ prompt: 'hi' }}, {signal}))")
+    eventually(partial(asked, played, 1))
+    (thrown,) = played.page.evaluate("aborting.abort(new DOMException('late', 'TimeoutError')), seen")
     assert thrown["name"] == "TimeoutError"
     assert len(played.sent("cancel")) == 1
 
