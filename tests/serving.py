@@ -64,6 +64,7 @@ class Served:
     portal: BlockingPortal
     ended: Any
     """A future: done when the server has ended, with what it raised."""
+    stopped: bool = False
 
     @property
     def url(self) -> str:
@@ -74,6 +75,7 @@ class Served:
         return int(self.url.rpartition(":")[2])
 
     def stop(self) -> None:
+        self.stopped = True
         self.portal.call(self.server.stop)
 
     def get(self, path: str, **headers: str) -> tuple[int, Any, Any]:
@@ -190,5 +192,6 @@ def serving(open_engine: OpenEngine, *, wait: bool = True, **config: Any) -> Ite
             yield served
         finally:
             if not served.ended.done():
-                served.stop()
+                if not served.stopped:  # a second time would cut what the first one lets end
+                    served.stop()
                 served.ended.result(PATIENCE_S)

@@ -113,6 +113,7 @@ class Server:
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._stop = anyio.Event()
         self._engine_scope: anyio.CancelScope | None = None
+        self._drained = False
 
     def stop(self) -> None:
         """Drain and end; while the engine still starts, and on a second call, end at once: what runs is cut, and `run`
@@ -140,7 +141,7 @@ class Server:
                     await self._run_engine(tasks)
             except StreamEngineError as error:
                 failure = error
-            if scope.cancelled_caught and self.service.engine is not None:
+            if scope.cancelled_caught and self.service.engine is not None and not self._drained:
                 failure = ShuttingDown("told to stop a second time: the drain was cut off")
             await self._uvicorn.finish()
             tasks.cancel_scope.cancel()
@@ -158,6 +159,7 @@ class Server:
                 await self.service.fail()
                 raise failure
             await self.service.drain()
+            self._drained = True
 
     async def _failed_before_stop(self, engine: Engine) -> StreamEngineError | None:
         failure: StreamEngineError | None = None
