@@ -92,7 +92,7 @@ class Cache:
         if isinstance(found, Loaded):
             return found
         if self._open:
-            log.info("%s is compiled: %s", model, found or self.nearest(model, factors))
+            log.info("compiling %s, which is not in the cache: %s", model, found or self.nearest(model, factors))
         return None
 
     def explain(self, model: str, factors: Factors) -> str | None:

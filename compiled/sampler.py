@@ -76,19 +76,12 @@ class _Grammars:
         masks = None if part.edits is None else part.edits.masks
         return None if masks is None or bits_MB is None else cls(masks, bits_MB)
 
-    def some(self, rows: np.ndarray) -> "_Grammars":
-        return _Grammars(self.masks[rows], self.bits)
-
     def refused(self, tokens: np.ndarray) -> np.ndarray:
         """Which rows may not give their token."""
         (rows,) = (self.masks >= 0).nonzero()
         tokens = tokens[rows]
         allowed = self.bits[self.masks[rows], tokens >> 3] >> (tokens & 7) & 1
         return rows[allowed == 0]
-
-    def bar(self, logits_NV: Tensor) -> None:
-        """In place."""
-        bar(logits_NV.numpy(), self.masks, self.bits)
 
     def bars(self, vocabulary: int) -> Tensor:
         masks, bits = torch.from_numpy(self.masks), torch.tensor(self.bits)
@@ -101,7 +94,7 @@ def _choose(logits_NV: Tensor, part: Part, grammars: _Grammars | None = None) ->
         return _highest(logits_NV, grammars)
     scaled_NV = logits_NV / torch.from_numpy(part.temperature).float()[:, None]
     if grammars is not None:
-        grammars.bar(scaled_NV)
+        bar(scaled_NV.numpy(), grammars.masks, grammars.bits)
     probs_NV = scaled_NV.softmax(dim=-1)
     return None if bool(probs_NV[:, 0].isnan().any()) else draw(probs_NV, part).numpy()
 
@@ -116,7 +109,7 @@ def _highest(logits_NV: Tensor, grammars: _Grammars | None = None) -> np.ndarray
         return None
     if grammars is not None and len(rows := grammars.refused(highest)):
         of_rows = logits_NV[rows]
-        grammars.some(rows).bar(of_rows)
+        bar(of_rows.numpy(), grammars.masks[rows], grammars.bits)
         again = _highest(of_rows)
         if again is None:
             return None

@@ -1,7 +1,7 @@
 """streamengine: an async streaming engine for language models. Importing it imports no torch."""
 
 from streamengine.compose import open_engine
-from streamengine.config import EngineConfig
+from streamengine.config import EngineConfig, TransferConfig
 from streamengine.engine import Engine, Generate, Result, Stream
 from streamengine.errors import (
     ContextLengthExceeded,
@@ -41,6 +41,7 @@ __all__ = [
     "StreamEngineError",
     "TextDelta",
     "Timing",
+    "TransferConfig",
     "Unavailable",
     "UnsupportedFeature",
     "Usage",

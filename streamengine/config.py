@@ -62,7 +62,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         lease_s: a peer gives pages up that nobody has asked for within this time.
         transfer_deadline_s: a request whose prompt is not here by then goes on without.
         kv_transport: how pages move: ``shared_memory`` on one machine, ``nixl`` anywhere, ``in_process`` between
-            engines whose cores are threads of one process (`compose.open_engine` with ``process=False``).
+            engines whose cores are threads of one process (`open_engine` with ``process=False``).
         peer_key: a secret that engines prove to each other to have before either says anything else; None where
             whoever can connect may.
         name: of this engine, for its peers; None draws one at each start.
@@ -92,8 +92,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             unwanted |= {"kv_transport", "peer_key", "name"}
         for field in structs.fields(self):
             if field.name in unwanted and getattr(self, field.name) != field.default:
-                without = f"role {self.role}, " + ("" if self.peers else "without peers, ")
-                raise StartupError(f"{without}has no use for {field.name}", param=field.name)
+                alone = f"role {self.role}" if self.peers else f"role {self.role}, without peers,"
+                given = " (STREAMENGINE_PEER_KEY may be set)" if field.name == "peer_key" else ""
+                raise StartupError(f"{alone} has no use for {field.name}{given}", param=field.name)
         for param, addresses in (("listen", (self.listen,) if self.listen else ()), ("peers", self.peers)):
             for address in addresses:
                 if wrong := _wrong_address(address):

@@ -84,7 +84,7 @@ ENGINE = Group(
         "kv_dtype": "Numbers of the KV cache alone; fp8_e4m3 takes half of the memory, where the attention has it.",
         "eager": "Run uncompiled with the reference attention: slow, the yardstick for the rest.",
         "attention": "The attention backend.",
-        "threads": "Compute threads; by default one core is left to the event loop.",
+        "threads": "Compute threads; by default OMP_NUM_THREADS, else both of two cores, and of more all but one.",
         "page_size": "Tokens per KV page.",
         "kv_pages": "Size of the KV pool in pages; by default what the free memory holds.",
         "max_model_len": "Prompt + answer in tokens; by default the model's own limit.",

@@ -223,7 +223,7 @@ def test_a_miss_names_the_factor_that_changed(
     factors = cache.factors(CONFIG | changes, dtype=dtype)
     with caplog.at_level(logging.INFO):
         assert cache.load("tiny", factors) is None
-    assert caplog.messages == [f"tiny is compiled: {reason}"]
+    assert caplog.messages == [f"compiling tiny, which is not in the cache: {reason}"]
     assert cache.explain("tiny", factors) == reason
 
 
