@@ -29,6 +29,9 @@ DEFAULT_PATH = "/v1/stream"
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of one message from the server. Slices of text are some KiB; more than this is no stream of ours."""
 
+AGAIN = frozenset({429, 500, 502, 503, 504})
+"""To these answers to a handshake another one may get a better. A proxy says 500 while what is behind it dies."""
+
 CLOSE_S = 1.0
 """How long a close waits for the server's answer before it drops the socket, in seconds."""
 
@@ -238,4 +241,4 @@ def _refused(url: str, refusal: InvalidStatus) -> ConnectError:
     body = bytes(response.body).decode(errors="replace").strip()[:200]
     kind = Unauthorized if response.status_code == 401 else ConnectError
     text = f"{url} answered HTTP {response.status_code}" + (f": {body}" if body else "")
-    return kind(text, status=response.status_code, retryable=response.status_code in (429, 502, 503, 504))
+    return kind(text, status=response.status_code, retryable=response.status_code in AGAIN)

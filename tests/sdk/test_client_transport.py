@@ -45,6 +45,7 @@ class SocketServer:
         self.heard: Queue[wire.ClientMessage | str] = Queue()
         self.paths: Queue[str | None] = Queue()
         self.port = 0
+        self.refusal: HTTPStatus | None = None
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -78,6 +79,8 @@ class SocketServer:
 
     def _authorize(self, _: ServerConnection, request: Request) -> Response | None:
         self.paths.put(request.path)
+        if self.refusal is not None:
+            return Response(self.refusal, "", Headers({"Content-Length": "0"}), b"")
         if request.headers.get("Authorization") == f"Bearer {TOKEN}":
             return None
         return Response(HTTPStatus.UNAUTHORIZED, "Unauthorized", Headers({"Content-Length": "9"}), b"no token!")
@@ -177,6 +180,19 @@ async def test_a_missing_token_is_unauthorized(server: SocketServer) -> None:
             with pytest.raises(Unauthorized, match="no token!") as caught:
                 await client.generate("hi")
             assert caught.value.status == 401
+
+
+@pytest.mark.parametrize(("status", "again"), [(403, False), (404, False), (429, True), (500, True), (503, True)])
+@pytest.mark.anyio
+async def test_what_a_handshake_is_answered_by_says_whether_another_may_do_better(
+    server: SocketServer, client: AsyncClient, status: int, again: bool
+) -> None:
+    server.refusal = HTTPStatus(status)
+    with anyio.fail_after(PATIENCE_S):
+        async with client:
+            with pytest.raises(ConnectError, match=f"answered HTTP {status}") as caught:
+                await client.generate("hi")
+    assert caught.value.retryable == again
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
