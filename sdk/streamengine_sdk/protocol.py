@@ -200,7 +200,8 @@ class Protocol:
             raise from_wire(error)
 
     def _deliver(self, id: str, message: FeedMessage, now: float) -> None:
-        if isinstance(message, wire.Done | wire.Error):
+        # A stream that is too slow keeps its place: it comes back when it is read again.
+        if isinstance(message, wire.Done) or (isinstance(message, wire.Error) and message.code != "slow_consumer"):
             self._open.discard(id)
         self._tell(id, message, now)
         self._open_held(now)

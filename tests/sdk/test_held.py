@@ -6,8 +6,8 @@ import anyio
 import pytest
 import trio.testing
 
-from streamengine_sdk import AsyncClient, Result, Timeouts, wire
-from tests.sdk.scripted import Peer, ScriptedServer
+from streamengine_sdk import AsyncClient, Result, Timeouts, TokenStream, wire
+from tests.sdk.scripted import Answer, Peer, ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +43,15 @@ async def greeted(client: AsyncClient, server: ScriptedServer) -> Peer:
     return peer
 
 
+async def filled(client: AsyncClient, server: ScriptedServer) -> tuple[Peer, list[Answer], list[TokenStream]]:
+    """The connection with as many streams as it takes, which are to be kept: one that is dropped is cancelled."""
+    peer = await greeted(client, server)
+    streams = [client.stream(prompt) for prompt in "ab"]
+    for stream in streams:
+        await stream.__aenter__()
+    return peer, [(await peer.request()).accept() for _ in streams], streams
+
+
 async def ask(client: AsyncClient, prompt: str, results: list[Result], timeouts: Timeouts | None = None) -> None:
     results.append(await client.generate(prompt, timeouts=timeouts))
 
@@ -72,27 +81,19 @@ async def test_each_waits_for_another_to_end_and_its_clock_with_it(server: Scrip
 async def test_a_refusal_makes_room_as_an_end_does(server: ScriptedServer) -> None:
     results: list[Result] = []
     async with client_of(server) as client, anyio.create_task_group() as tasks:
-        peer = await greeted(client, server)
-        streams = [client.stream(prompt) for prompt in "ab"]
-        for stream in streams:
-            await stream.__aenter__()
-        refused, other = await peer.request(), await peer.request()
+        peer, (refused, other), _streams = await filled(client, server)
         tasks.start_soon(ask, client, "c", results)
         assert await silent(peer)
         refused.error("invalid_request", 400)
         (await peer.request()).accept().done()
-        other.accept().done()
+        other.done()
     assert len(results) == 1
 
 
 async def test_of_one_that_is_dropped_before_its_turn_the_server_never_hears(server: ScriptedServer) -> None:
     results: list[Result] = []
     async with client_of(server) as client, anyio.create_task_group() as tasks:
-        peer = await greeted(client, server)
-        running = [client.stream(prompt) for prompt in "ab"]
-        for stream in running:
-            await stream.__aenter__()
-        answers = [(await peer.request()).accept() for _ in running]
+        peer, answers, _streams = await filled(client, server)
         dropped = client.stream("dropped")
         await dropped.__aenter__()
         del dropped
@@ -108,11 +109,7 @@ async def test_of_one_that_is_dropped_before_its_turn_the_server_never_hears(ser
 
 async def test_one_that_is_cancelled_before_its_turn_ends_cancelled(server: ScriptedServer) -> None:
     async with client_of(server) as client, anyio.create_task_group() as tasks:
-        peer = await greeted(client, server)
-        running = [client.stream(prompt) for prompt in "ab"]
-        for stream in running:
-            await stream.__aenter__()
-        answers = [(await peer.request()).accept() for _ in running]
+        peer, answers, _streams = await filled(client, server)
         stream = client.stream("c")
         tasks.start_soon(stream.cancel)
         assert await silent(peer)
@@ -122,6 +119,22 @@ async def test_one_that_is_cancelled_before_its_turn_ends_cancelled(server: Scri
         answer.done("cancelled")
         assert (await stream.result()).finish_reason == "cancelled"
         answers[1].done()
+
+
+async def test_one_that_was_too_slow_keeps_its_place(server: ScriptedServer) -> None:
+    results: list[Result] = []
+    async with client_of(server) as client, anyio.create_task_group() as tasks:
+        peer, (slow, other), (stream, _other) = await filled(client, server)
+        tasks.start_soon(ask, client, "c", results)
+        slow.error("slow_consumer", 429, retryable=True)
+        assert await silent(peer)
+        tasks.start_soon(stream.result)
+        assert isinstance(await peer.heard(), wire.Attach)
+        slow.accept()
+        slow.done()
+        (await peer.request()).accept().done()
+        other.done()
+    assert len(results) == 1
 
 
 async def test_a_server_that_goes_away_gets_no_more_and_the_next_gets_those_that_wait(server: ScriptedServer) -> None:
